@@ -4,24 +4,22 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
 from rayfcp.data.manifest import MAX_NAMED_ROWS, PreparedManifest, check_bad_fraction, read_manifest
-from rayfcp.data.rows import IGNORED, BadReason, BadRow, RowRanges, cut_rows, drop_rows, split_rows
+from rayfcp.data.rows import IGNORED, BadReason, BadRow, LongSequences, RowRanges, sample_ranges
 from rayfcp.data.shards import ShardReader
 from rayfcp.values import Sample
 
 if TYPE_CHECKING:
     from rayfcp.data.vision.layout import ImageIndex
 
-LongSequences = Literal["cut", "split", "drop"]
 _Column = dict[str, npt.NDArray[np.int32]]
 
-_LONG = {"cut": (cut_rows, "cut"), "split": (split_rows, "split"), "drop": (drop_rows, "dropped")}
 _READING_THREADS = 8
 """Shards whose lengths are read at once: object stores answer in tens of milliseconds."""
 
@@ -54,7 +52,7 @@ class LengthIndex:
             self.counts[BadReason.TOKEN_OUT_OF_RANGE.value] += num_wrong
         ranges = [self._ranges(shard, column, limit=limit) for shard, column in enumerate(columns)]
         if self._num_long:
-            self.counts[_LONG[long_sequences][1]] = self._num_long
+            self.counts["dropped" if long_sequences == "drop" else long_sequences] = self._num_long
         if self._images is not None and self._images.num_too_long:
             self.counts["picture_too_long"] = self._images.num_too_long
         self.shards = np.repeat(np.arange(len(ranges), dtype=np.int32), [each.rows.size for each in ranges])
@@ -78,8 +76,7 @@ class LengthIndex:
     ) -> Self:
         """The index of a prepared folder or URL. Rows with a token id of `vocab_size` or more are skipped.
 
-        Rows of more than `max_seqlen` tokens are cut to it, split into consecutive samples (a last one of a single
-        token has no target and is left out), or dropped.
+        `long_sequences`: see `sample_ranges`.
 
         Raises:
             ConfigError: Not a complete prepared folder, more bad rows than `max_bad_fraction` of all, or no sample.
@@ -163,7 +160,7 @@ class LengthIndex:
         is_long = lengths > self.max_seqlen
         self._num_long += int(np.count_nonzero(is_long))
         self._long_tokens += int(lengths[is_long].sum(dtype=np.int64))
-        ranges = _LONG[self.long_sequences][0](rows, lengths=lengths, max_seqlen=self.max_seqlen)
+        ranges = sample_ranges(rows, lengths=lengths, max_seqlen=self.max_seqlen, long_sequences=self.long_sequences)
         if self._images is None or self.long_sequences == "drop":
             return ranges
         return self._images.around_images(

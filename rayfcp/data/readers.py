@@ -3,8 +3,9 @@
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import pyarrow as pa
@@ -101,9 +102,14 @@ def _bad(file: InputFile, row: int, error: BadRowError, *, num_rows: int = 1) ->
     return BadRow(shard=file.url, row=row, reason=error.reason, detail=error.detail, num_rows=num_rows)
 
 
-def _unreadable(file: InputFile, row: int, error: Exception, *, num_rows: int = 1) -> BadRow:
-    detail = " ".join(str(error).split())[:120]
-    return _bad(file, row, BadRowError(BadReason.UNREADABLE, detail), num_rows=max(num_rows, 1))
+def _row(file: InputFile, row: int, make: Callable[[], RawRow]) -> RawRow | BadRow:
+    """The row that `make` returns, or why it cannot."""
+    try:
+        return make()
+    except pa.ArrowInvalid as error:
+        return _bad(file, row, BadRowError(BadReason.UNREADABLE, error))
+    except BadRowError as error:
+        return _bad(file, row, error)
 
 
 def _raw_rows(file: InputFile, columns: RowColumns) -> _Rows:
@@ -118,24 +124,19 @@ def _raw_rows(file: InputFile, columns: RowColumns) -> _Rows:
     except FileNotFoundError:
         raise
     except _BROKEN as error:
-        yield _unreadable(file, next_row, error)
+        yield _bad(file, next_row, BadRowError(BadReason.UNREADABLE, error))
 
 
 def _text_rows(handle: IO[bytes], file: InputFile, _columns: RowColumns) -> _Rows:
     """The whole file as one row."""
-    try:
-        yield RawRow(row=0, text=_text(handle.read(), name="text"))
-    except BadRowError as error:
-        yield _bad(file, 0, error)
+    data = handle.read()
+    yield _row(file, 0, lambda: RawRow(row=0, text=_text(data, name="text")))
 
 
 def _jsonl_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Rows:
     """One row for each line that begins in the file's piece."""
     for row, line in enumerate(_lines(handle, file)):
-        try:
-            yield _record_row(_json_object(line), row=row, columns=columns)
-        except BadRowError as error:
-            yield _bad(file, row, error)
+        yield _row(file, row, partial(_json_row, line, row=row, columns=columns))
 
 
 def _lines(handle: IO[bytes], file: InputFile) -> Iterator[bytes]:
@@ -152,14 +153,14 @@ def _lines(handle: IO[bytes], file: InputFile) -> Iterator[bytes]:
         yield line
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
+def _json_row(line: bytes, *, row: int, columns: RowColumns) -> RawRow:
     try:
         record = json.loads(_text(line.strip(), name="the line").removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise BadRowError(BadReason.BAD_JSON, str(error)[:120]) from error
+        raise BadRowError(BadReason.BAD_JSON, error) from error
     if not isinstance(record, dict):
         raise BadRowError(BadReason.WRONG_TYPE, "the line must hold an object")
-    return record
+    return _record_row(record, row=row, columns=columns)
 
 
 def _record_row(record: Mapping[str, Any], *, row: int, columns: RowColumns) -> RawRow:
@@ -228,7 +229,8 @@ def _parquet_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _R
                 yield from _batch_rows(batch, first=row, file=file, columns=columns)
                 row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            yield _unreadable(file, row, error, num_rows=group_stop - row)
+            unreadable = BadRowError(BadReason.UNREADABLE, error)
+            yield _bad(file, row, unreadable, num_rows=max(group_stop - row, 1))
         row = group_stop
 
 
@@ -272,21 +274,18 @@ def _batch_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: 
     if not names:
         yield _bad(file, first, _missing_text(batch.schema.names, columns), num_rows=batch.num_rows)
     elif set(names) & set(MEDIA_COLUMNS):
-        yield from _media_rows(batch.select(names), first=first, file=file, columns=columns)
+        kept = batch.select(names)
+        for row in range(first, first + batch.num_rows):
+            yield _row(file, row, partial(_media_row, kept.slice(row - first, 1), row=row, columns=columns))
     else:
         try:
             arrays = [_plain(batch.column(name), name=name) for name in names]
         except BadRowError as error:
             yield _bad(file, first, error, num_rows=batch.num_rows)
             return
+        make = _token_row if names[0] == "input_ids" else _text_row
         for row, values in enumerate(zip(*arrays, strict=True), first):
-            try:
-                if names[0] == "input_ids":
-                    yield _token_row(values, row)
-                else:
-                    yield RawRow(row=row, text=_text(values[0].as_py(), name=columns.text))
-            except BadRowError as error:
-                yield _bad(file, row, error)
+            yield _row(file, row, partial(make, values, row=row, columns=columns))
 
 
 def _plain(column: pa.Array, *, name: str) -> pa.Array:
@@ -311,7 +310,11 @@ _BINARY = {
 }
 
 
-def _token_row(values: Iterable[Any], row: int) -> RawRow:
+def _text_row(values: Sequence[Any], *, row: int, columns: RowColumns) -> RawRow:
+    return RawRow(row=row, text=_text(values[0].as_py(), name=columns.text))
+
+
+def _token_row(values: Sequence[Any], *, row: int, columns: RowColumns) -> RawRow:  # noqa: ARG001
     lists = [value.values for value in values]
     if lists[0] is None or any(each is not None and each.null_count for each in lists):
         raise BadRowError(BadReason.WRONG_TYPE, "null in input_ids or labels")
@@ -319,16 +322,10 @@ def _token_row(values: Iterable[Any], row: int) -> RawRow:
     return RawRow(row=row, tokens=tokens, labels=labels[0] if labels else None)
 
 
-def _media_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: RowColumns) -> _Rows:
-    for row in range(first, first + batch.num_rows):
-        one = batch.slice(row - first, 1)
-        try:
-            one.validate(full=True)  # broken bytes can hold offsets that point anywhere
-            yield _record_row(one.to_pylist()[0], row=row, columns=columns)
-        except pa.ArrowInvalid as error:
-            yield _unreadable(file, row, error)
-        except BadRowError as error:
-            yield _bad(file, row, error)
+def _media_row(batch: pa.RecordBatch, *, row: int, columns: RowColumns) -> RawRow:
+    """The row of a batch of one."""
+    batch.validate(full=True)  # broken bytes can hold offsets that point anywhere
+    return _record_row(batch.to_pylist()[0], row=row, columns=columns)
 
 
 _READERS: dict[str, Callable[[IO[bytes], InputFile, RowColumns], _Rows]] = {

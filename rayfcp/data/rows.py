@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Integers = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.integer]
+LongSequences = Literal["cut", "split", "drop"]
 
 IGNORED = -100
 """Label of a position that is no target."""
@@ -39,11 +40,14 @@ class BadReason(StrEnum):
 
 
 class BadRowError(Exception):
-    """A row cannot be used. Carries reason and detail to the caller that knows the row's file and number."""
+    """A row cannot be used. Carries reason and detail (a text, or the error that occurred, cut to one line) to the
+    caller that knows the row's file and number."""
 
-    def __init__(self, reason: BadReason, detail: str = "") -> None:
+    def __init__(self, reason: BadReason, detail: str | Exception = "") -> None:
         super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+        if isinstance(detail, Exception):
+            detail = str(detail) or type(detail).__name__
+        self.reason, self.detail = reason, " ".join(detail.split())[:200]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,25 +144,17 @@ class RowRanges:
     stops: Integers
 
 
-def cut_rows(rows: Integers, *, lengths: Lengths, max_seqlen: int) -> RowRanges:
-    """The first `max_seqlen` tokens of each row."""
-    stops = np.minimum(lengths, max_seqlen).astype(np.int64)
-    return RowRanges(rows=rows, starts=np.zeros_like(stops), stops=stops)
-
-
-def drop_rows(rows: Integers, *, lengths: Lengths, max_seqlen: int) -> RowRanges:
-    """The rows of at most `max_seqlen` tokens."""
-    kept = lengths <= max_seqlen
-    return cut_rows(rows[kept], lengths=lengths[kept], max_seqlen=max_seqlen)
-
-
-def split_rows(rows: Integers, *, lengths: Lengths, max_seqlen: int) -> RowRanges:
-    """Consecutive ranges of `max_seqlen` tokens, the last of a row shorter. A last range of a single token has no
-    target and is left out, unless it is the whole row."""
-    num_ranges = -(-lengths.astype(np.int64) // max_seqlen)
+def sample_ranges(rows: Integers, *, lengths: Lengths, max_seqlen: int, long_sequences: LongSequences) -> RowRanges:
+    """Samples of `rows`: rows of more than `max_seqlen` tokens are cut to it, split into consecutive samples, or
+    dropped. A last sample of a single token has no target and is left out, unless it is the whole row."""
+    if long_sequences == "drop":
+        kept = lengths <= max_seqlen
+        rows, lengths = rows[kept], lengths[kept]
+    lengths = lengths.astype(np.int64)
+    num_ranges = -(-lengths // max_seqlen) if long_sequences == "split" else np.ones_like(lengths)
     of_row = np.repeat(np.arange(rows.size), num_ranges)
     number_in_row = np.arange(of_row.size) - np.repeat(np.cumsum(num_ranges) - num_ranges, num_ranges)
     starts = number_in_row * max_seqlen
     stops = np.minimum(starts + max_seqlen, lengths[of_row])
-    kept = (stops - starts > 1) | (lengths[of_row] == 1)
+    kept = (stops - starts > 1) | (num_ranges[of_row] == 1)
     return RowRanges(rows=rows[of_row[kept]], starts=starts[kept], stops=stops[kept])

@@ -37,8 +37,6 @@ IMAGE_COLUMNS = ("items", "runs", "parts")
 _KEPT_BATCHES = 8
 _OPEN_SHARDS = 64
 
-Lists = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[Any]]]
-
 
 def shard_schema(*, has_labels: bool, has_images: bool = False) -> pa.Schema:
     """Columns of a shard, in order. The image columns hold integers end to end: `items` and `runs` as in
@@ -197,16 +195,13 @@ class ShardReader:
     def values(self, row: int, name: str) -> npt.NDArray[Any]:
         """Values of a list column in one row, a view."""
         index = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        offsets, values = self._batch(index)[name]
-        place = row - int(self._first_rows[index])
-        return values[offsets[place] : offsets[place + 1]]
+        found = self._batch(index).column(name)[row - int(self._first_rows[index])]
+        values: npt.NDArray[Any] = found.values.to_numpy()
+        return values
 
-    def _read_batch(self, index: int) -> Lists:
-        """Offsets and values of the list columns of a record batch."""
+    def _read_batch(self, index: int) -> pa.RecordBatch:
         with self._lock:  # files of object stores have one position
-            batch = self._reader.get_batch(index)
-        lists = {name: batch.column(name) for name in batch.schema.names if name not in SMALL_COLUMNS}
-        return {name: (column.offsets.to_numpy(), column.values.to_numpy()) for name, column in lists.items()}
+            return self._reader.get_batch(index)
 
     @cached_property
     def _reader(self) -> Any:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,26 +15,8 @@ from rayfcp.data.hub import locate
 TokenArray = npt.NDArray[np.int32]
 
 
-class Tokenizer(Protocol):
-    """Turns documents into token ids in `[0, vocab_size)`.
-
-    `name`: as configured. `fingerprint` changes whenever the tokens of some text may change.
-    """
-
-    name: str
-    vocab_size: int
-    fingerprint: str
-    eos_id: int | None
-
-    def encode(self, text: str) -> TokenArray:
-        """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]: ...
-
-
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255; 256 is reserved, and `eos_id` ends each document.
+    """UTF-8 bytes as ids 0 to 255; 256 is reserved.
 
     >>> ByteTokenizer().encode("aé").tolist()
     [97, 195, 169, 257]
@@ -46,6 +28,7 @@ class ByteTokenizer:
     eos_id: int | None = 257
 
     def encode(self, text: str) -> TokenArray:
+        """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""
         data = text.encode()
         tokens = np.full(len(data) + 1, self.eos_id, dtype=np.int32)
         tokens[:-1] = np.frombuffer(data, dtype=np.uint8)
@@ -75,6 +58,11 @@ class HuggingFaceTokenizer:
             if self.eos_id is not None and tokens[-1:] != [self.eos_id]:
                 tokens.append(self.eos_id)
         return [np.array(tokens, dtype=np.int32) for tokens in encoded["input_ids"]]
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+"""Turns documents into token ids in `[0, vocab_size)`. `name`: as configured; `fingerprint` changes whenever the tokens
+of some text may change."""
 
 
 @lru_cache(maxsize=4)

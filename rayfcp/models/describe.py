@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
 from rayfcp.data.hub import locate
-from rayfcp.models.layers import check_experts, check_layer_types, experts_of, kinds_of_layers, num_experts
+from rayfcp.models.layers import check_experts, check_layer_types, expert_matrices, kinds_of_layers, num_experts
 from rayfcp.models.library import make_language_model, text_of, vision_family, with_layers
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
@@ -206,10 +206,11 @@ def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = Fal
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = config.hidden_size * head_dim * 2 * (heads + kv_heads)
-    layers = _layer_parameters(config, num_layers=config.num_hidden_layers if num_experts(config) else 1)
-    experts, layer = experts_of(config, layers), layers[0]
-    matrices = sum(parameter.numel() for parameter in layer.values() if parameter.ndim > 1)
-    matrices -= experts.num_parameters if experts else 0
+    experts = num_experts(config)
+    layers = _layer_parameters(config, num_layers=config.num_hidden_layers if experts else 1)
+    of_expert = expert_matrices(config, layers) if experts else 0
+    matrices = sum(parameter.numel() for parameter in layers[0].values() if parameter.ndim > 1)
+    matrices -= experts * (of_expert + config.hidden_size)  # the router has a row for each expert
     plain_size = round((matrices - attention) / (3 * config.hidden_size))
     return ModelProfile(
         name=name,
@@ -218,13 +219,13 @@ def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = Fal
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=experts.ffn_size if experts else plain_size,
+        ffn_size=round(of_expert / (3 * config.hidden_size)) if experts else plain_size,
         vocab_size=config.vocab_size,
         tied_embeddings=is_tied,
         kind_of_layer=kinds_of_layers(config),
-        head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layer),
-        num_experts=experts.count if experts else 1,
-        experts_per_token=experts.per_token if experts else 1,
+        head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layers[0]),
+        num_experts=experts or 1,
+        experts_per_token=config.num_experts_per_tok if experts else 1,
         shared_ffn_size=plain_size if experts else 0,
         vision=vision,
     )
@@ -238,8 +239,10 @@ def _layer_parameters(config: PreTrainedConfig, *, num_layers: int) -> list[dict
     """
     try:
         with torch.device("meta"):
-            model = make_language_model(with_layers(config, num_layers))
-        return [dict(layer.named_parameters()) for layer in model.get_decoder().layers]
+            layers = make_language_model(with_layers(config, num_layers)).get_decoder().layers
+        if len(layers) != num_layers:
+            raise ValueError(f"num_hidden_layers={num_layers} makes {len(layers)}")
+        return [dict(layer.named_parameters()) for layer in layers]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(

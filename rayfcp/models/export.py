@@ -1,9 +1,11 @@
 """From a checkpoint to a folder that `from_pretrained` opens, one file in memory at a time, without process groups."""
 
 import json
+import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -19,12 +20,12 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES
 from rayfcp.models.describe import model_config
-from rayfcp.models.lazy import LazyTensor, Source, read, read_whole
 from rayfcp.models.pretrained import aliases_of, library_on_meta
-from rayfcp.values.state import Box
 
 _PREFIX = "model.model."
 """Prefix of the library's names in a checkpoint: the state's section, and the attribute of `CausalLM`."""
+_LAYER = re.compile(r"^.*?\.\d+\.")
+"""Beginning of the names of a layer's tensors, which follow each other."""
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -36,52 +37,9 @@ FILE_BYTES = 4 << 30
 """Size of a file: as many tensors as fit, at least one."""
 
 
-class StoredTensors:
-    """The model's tensors in the checkpoint `folder`, written by any number of ranks and stages. The last tensor read
-    stays in memory, since parts of it are often read one after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        self._known = {name: each for name, each in known.items() if isinstance(each, TensorStorageMetadata)}
-        self._held: tuple[str, Tensor] | None = None
-
-    def __contains__(self, name: str) -> bool:
-        return _PREFIX + name in self._known
-
-    def tensor(self, name: str) -> LazyTensor:
-        """A tensor by the library's name.
-
-        Raises:
-            KeyError: The checkpoint lacks it.
-        """
-        return _StoredTensor(self, name, known=self._known[_PREFIX + name])
-
-    def whole(self, name: str) -> Tensor:
-        """All elements of a tensor."""
-        if self._held is None or self._held[0] != name:
-            self._held = None
-            known = self._known[_PREFIX + name]
-            tensor = torch.empty(known.size, dtype=known.properties.dtype)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({_PREFIX + name: tensor}, checkpoint_id=self._folder, no_dist=True)
-            self._held = name, tensor
-        return self._held[1]
-
-
-class _StoredTensor(LazyTensor):
-    def __init__(self, stored: StoredTensors, name: str, *, known: TensorStorageMetadata) -> None:
-        self._stored, self._name = stored, name
-        super().__init__(shape=known.size, dtype=known.properties.dtype)
-
-    def read(self, box: Box) -> Tensor:
-        return read(self._stored.whole(self._name), box)
-
-
 def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int) -> None:
     """Write the model (safetensors, in `model.dtype`), its configuration, and the tokenizer or processor if it has
-    files. Needs memory for one file and one tensor of the checkpoint.
+    files. Needs memory for one file and one layer.
 
     Raises:
         ConfigError: `out_dir` is not empty.
@@ -91,7 +49,7 @@ def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | 
         raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
     library = library_on_meta(model_config(config.model, vocab_size=vocab_size))
     target.mkdir(parents=True, exist_ok=True)
-    _write_weights(_as_in_files(library, StoredTensors(Path(checkpoint))), target, dtype=DTYPES[config.model.dtype])
+    _write_weights(library, Path(checkpoint), target, dtype=DTYPES[config.model.dtype])
     library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
     library.config.save_pretrained(target)
     if library.can_generate():
@@ -116,48 +74,53 @@ def _copy_tokenizer(name: str, target: Path, *, is_processor: bool) -> None:
             shutil.copyfile(found, target / file)
 
 
-def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, Source]:
-    """Tensors by name and layout in files: the reverse of the conversions of loading. A tied matrix occurs once."""
-    state: dict[str, Any] = {}
-    for name, names in aliases_of(library).items():
-        if not names & state.keys():
-            state[name] = stored.tensor(next((each for each in (name, *sorted(names)) if each in stored), name))
-    try:
-        return revert_weight_conversion(library, dict(state))  # type: ignore[no-any-return]
-    except Exception:
-        # A conversion with operations that `LazyTensor` lacks.
-        whole = {name: read_whole(source).clone() for name, source in state.items()}
-        return revert_weight_conversion(library, whole)  # type: ignore[no-any-return]
-
-
-def _write_weights(sources: Mapping[str, Source], folder: Path, *, dtype: torch.dtype) -> None:
-    parts = list(_files(sources, itemsize=dtype.itemsize))
+def _write_weights(library: Any, checkpoint: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    names: list[list[str]] = []
+    total_bytes = 0
+    for number, tensors in enumerate(_files(_as_in_files(library, checkpoint, dtype=dtype))):
+        save_file(tensors, folder / f"{number}.part", metadata={"format": "pt"})
+        names.append(list(tensors))
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(names) == 1:
+        (folder / "0.part").rename(folder / SAFE_WEIGHTS_NAME)
+        return
     file_of: dict[str, str] = {}
-    for number, names in enumerate(parts, 1):
-        stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
-        file = SAFE_WEIGHTS_NAME if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.{suffix}"
-        tensors = {}
-        for name in names:
-            value = read_whole(sources[name])
-            kept = dtype if value.is_floating_point() else value.dtype
-            tensors[name] = torch.empty(value.shape, dtype=kept).copy_(value)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(names, file)
-    if len(parts) > 1:
-        total = sum(source.shape.numel() for source in sources.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
+    for number, own in enumerate(names):
+        file = f"{stem}-{number + 1:05}-of-{len(names):05}.{suffix}"
+        (folder / f"{number}.part").rename(folder / file)
+        file_of |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _files(sources: Mapping[str, Source], *, itemsize: int) -> Iterator[list[str]]:
-    """Names of each file, in order."""
-    names: list[str] = []
+def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Tensors of each file, in order."""
+    own: dict[str, Tensor] = {}
     num_bytes = 0
-    for name, source in sources.items():
-        size = source.shape.numel() * itemsize
-        if names and num_bytes + size > FILE_BYTES:
-            yield names
-            names, num_bytes = [], 0
-        names.append(name)
-        num_bytes += size
-    yield names
+    for name, tensor in tensors:
+        if own and num_bytes + tensor.nbytes > FILE_BYTES:
+            yield own
+            own, num_bytes = {}, 0
+        own[name] = tensor.contiguous()
+        num_bytes += tensor.nbytes
+    yield own
+
+
+def _as_in_files(library: Any, checkpoint: Path, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name and layout in files, layer by layer: the reverse of the conversions of loading, none of which
+    joins tensors of several layers. A tied matrix occurs once."""
+    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    aliases, state = aliases_of(library), library.state_dict()
+    unique = [name for name in state if name == aliases[name][0]]
+    for _, names in groupby(unique, key=_LAYER.findall):
+        layer, stored = {}, {}
+        for name in names:
+            tensor = state[name]
+            layer[name] = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            found = next((each for each in aliases[name] if _PREFIX + each in known), name)
+            stored[_PREFIX + found] = layer[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(stored, checkpoint_id=checkpoint, no_dist=True)
+        yield from revert_weight_conversion(library, layer).items()

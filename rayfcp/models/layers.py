@@ -1,7 +1,6 @@
 """Kinds of decoder layers that a configuration describes: attention windows, and MLPs of experts."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -49,17 +48,6 @@ def layers_of_each_type(config: PreTrainedConfig) -> int:
     return max(types.index(each) for each in set(types)) + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """MLP of `count` experts of width `ffn_size`, of which each token passes `per_token`. `num_parameters`: of all
-    experts and their router."""
-
-    count: int
-    per_token: int
-    ffn_size: int
-    num_parameters: int
-
-
 def num_experts(config: PreTrainedConfig) -> int:
     """Experts of a layer, 0 if the model has none."""
     return max(int(getattr(config, name, None) or 0) for name in _EXPERT_COUNTS)
@@ -79,31 +67,23 @@ def check_experts(config: PreTrainedConfig) -> None:
         raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
 
 
-def experts_of(config: PreTrainedConfig, layers: Iterable[Mapping[str, Tensor]]) -> Experts | None:
-    """Experts of `layers`, each the parameters of one by name; None if there are none.
+def expert_matrices(config: PreTrainedConfig, layers: Iterable[Mapping[str, Tensor]]) -> int:
+    """Elements of the matrices of one expert of `layers`, each the parameters of one by name.
 
     Raises:
         ConfigError: Layers differ, or experts are modules of their own and not slices of one parameter.
     """
-    count = num_experts(config)
-    if not count:
-        return None
     first, *others = ({name: tuple(each.shape) for name, each in layer.items()} for layer in layers)
     if any(other != first for other in others):
         raise ConfigError(
             f"model: {config.model_type} has layers with experts and layers without, only equal layers run; choose "
             "another model"
         )
-    stacked = {name: shape for name, shape in first.items() if len(shape) == 3 and shape[0] == count}
+    count = num_experts(config)
+    stacked = [shape for shape in first.values() if len(shape) == 3 and shape[0] == count]
     if not stacked:
         raise ConfigError(
             f"model: {config.model_type} has no layers of {count} stacked experts, only such run; choose another, "
             "such as qwen3_moe"
         )
-    each = sum(rows * columns for _, rows, columns in stacked.values())
-    return Experts(
-        count=count,
-        per_token=config.num_experts_per_tok,
-        ffn_size=round(each / (3 * config.hidden_size)),
-        num_parameters=count * (each + config.hidden_size),
-    )
+    return sum(rows * columns for _, rows, columns in stacked)

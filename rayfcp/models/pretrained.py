@@ -1,9 +1,9 @@
 """Weights of safetensors files, directly into a model that may be sharded: each device reads its own part.
 
 Names and layouts in files are those of a family's first release; the library renames tensors, and fuses or splits
-them, when it opens a model. Here its conversions run on `LazyTensor`s: the result is a recipe for reading, and a device
-holds no more than its shard and `BLOCK_BYTES`, except where a conversion needs whole tensors. (The reader of
-torch.distributed.checkpoint for these files knows no conversions.)
+them, when it opens a model. Here its conversions run on `LazyTensor`s of memory-mapped files: a device reads and holds
+its own parts, except where a conversion needs whole tensors. (The reader of torch.distributed.checkpoint for these
+files knows no conversions.)
 """
 
 import copy
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -26,14 +26,10 @@ from rayfcp.data.hub import locate
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.lazy import LazyTensor, Source, read
 from rayfcp.models.library import make_library_model
-from rayfcp.values.state import Box
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
-
-BLOCK_BYTES = 64 << 20
-"""Read at a time, in addition to the parameters: little memory, large enough for full disk bandwidth."""
 
 _OLD_TABLES = r"rotary_emb\.inv_freq$"
 """Tables that older releases stored, and that are computed."""
@@ -41,46 +37,49 @@ _OLD_TABLES = r"rotary_emb\.inv_freq$"
 _MAX_NAMED = 3
 """Tensor names in an error message."""
 
+_FITTING = "give weights and configuration of one model"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class WeightFiles:
     """The safetensors files of a folder, or of a hub repository, fetched when they are needed.
 
-    Opens files and reads their headers; elements only where a tensor is read. `bytes_read`: of elements so far.
-
     Args:
         path: `model.path`.
-        headers_only: Reading a tensor gives one on the meta device.
+        headers_only: Tensors are on the meta device; no elements are read.
 
     Raises:
         ConfigError: There are no safetensors, or the index is broken.
     """
 
     def __init__(self, path: str, *, headers_only: bool = False) -> None:
-        self.path = path
+        self._path = path
         self._source, self._local_only = locate(path, key="model.path")
         self.headers_only = headers_only
-        self.bytes_read = 0
         self._open: dict[str, Any] = {}
         index = self._find(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            self._file_of: dict[str, str] = _weight_map(index)
+            self._file_of = self._weight_map(index)
         elif self._find(SAFE_WEIGHTS_NAME) is not None:
             self._file_of = dict.fromkeys(self._handle(SAFE_WEIGHTS_NAME).keys(), SAFE_WEIGHTS_NAME)
         else:
-            raise ConfigError(
-                f"model.path is {path!r}, neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there; save the "
-                "model as safetensors, or set model.init=random"
+            raise self.error(
+                f"neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there; save the model as safetensors, "
+                "or set model.init=random"
             )
+
+    def error(self, problem: str) -> ConfigError:
+        """An error about these files."""
+        return ConfigError(f"model.path is {self._path!r}, {' '.join(problem.split())}")
 
     @property
     def names(self) -> Iterable[str]:
         """Names of all tensors."""
         return self._file_of.keys()
 
-    def tensor(self, name: str) -> "FileTensor":
-        """
+    def tensor(self, name: str) -> LazyTensor:
+        """A tensor in the file's memory map: elements are read where they are used.
+
         Raises:
             ConfigError: Its file is missing, damaged, or lacks it, or it does not hold plain floating-point numbers.
         """
@@ -88,69 +87,43 @@ class WeightFiles:
         try:
             part = self._handle(file).get_slice(name)
         except SafetensorError as error:
-            raise ConfigError(
-                f"model.path is {self.path!r}, {file} lacks {name}, which its index says it has; fetch both again"
-            ) from error
+            raise self.error(f"{file} lacks {name}, which its index says it has; fetch both again") from error
         dtype = _DTYPES.get(part.get_dtype())
         if dtype is None:
-            raise ConfigError(
-                f"model.path is {self.path!r}, {name} holds {part.get_dtype()}, must be one of {', '.join(_DTYPES)}; "
-                "give weights that are not quantised"
+            raise self.error(
+                f"{name} holds {part.get_dtype()}, must be one of {', '.join(_DTYPES)}; give weights that are not "
+                "quantised"
             )
-        return FileTensor(self, part, dtype=dtype)
+        if self.headers_only:
+            return LazyTensor([torch.empty(part.get_shape(), dtype=dtype, device="meta")])
+        return LazyTensor([self._handle(file).get_tensor(name)])
 
     def _find(self, file: str) -> Path | None:
         """The file in the folder or the hub's cache, None if there is none."""
-        folder = Path(self._source)
-        if folder.is_dir():
-            return folder / file if (folder / file).is_file() else None
         options = {"local_files_only": self._local_only, "_raise_exceptions_for_missing_entries": False}
         try:
             found = cached_file(self._source, file, **options)
         except OSError as error:
-            first = str(error).splitlines()[0]
-            raise ConfigError(f"model.path is {self.path!r}, no weights are there ({first}); give a folder") from error
+            raise self.error(f"no weights are there ({error}); give a folder") from error
         return Path(found) if found else None
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             path = self._find(file)
             if path is None:
-                raise ConfigError(
-                    f"model.path is {self.path!r}, {file} is missing, which its index names; fetch the file"
-                )
+                raise self.error(f"{file} is missing, which its index names; fetch the file")
             try:
                 self._open[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                first = (str(error).splitlines() or [""])[0]
-                raise ConfigError(
-                    f"model.path is {self.path!r}, {file} is damaged ({first}); fetch it again"
-                ) from error
+                raise self.error(f"{file} is damaged ({error}); fetch it again") from error
         return self._open[file]
 
-
-class FileTensor(LazyTensor):
-    """One tensor of a file."""
-
-    def __init__(self, files: WeightFiles, part: Any, *, dtype: torch.dtype) -> None:
-        self._files, self._part = files, part
-        super().__init__(shape=part.get_shape(), dtype=dtype)
-
-    def read(self, box: Box) -> Tensor:
-        if self._files.headers_only:
-            return torch.empty(box.sizes, dtype=self.dtype, device="meta")
-        self._files.bytes_read += box.num_elements * self.dtype.itemsize
-        ranges = zip(box.offsets, box.sizes, strict=True)
-        found: Tensor = self._part[tuple(slice(start, start + size) for start, size in ranges) or ...]
-        return found
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"model.path has a broken {index.name} ({type(error).__name__}); fetch it again") from error
+    def _weight_map(self, index: Path) -> dict[str, str]:
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in found.items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise self.error(f"it has a broken {index.name} ({type(error).__name__}); fetch it again") from error
 
 
 def library_on_meta(config: PreTrainedConfig) -> Any:
@@ -173,16 +146,14 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig) -> int:
+def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig) -> None:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
-    sharded tensors this device's part. No communication. Returns the bytes of elements read.
+    sharded tensors this device's part. No communication.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
     """
-    files = WeightFiles(path)
-    _fill(model, library_on_meta(config), files)
-    return files.bytes_read
+    _fill(model, library_on_meta(config), WeightFiles(path))
 
 
 def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
@@ -193,36 +164,31 @@ def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
     filled: dict[int, str] = {}
     for name, source in _sources(files, library, wanted=wanted.keys()):
         if tuple(source.shape) != shapes[name]:
-            raise ConfigError(
-                f"model.path is {files.path!r}, {name} has shape {list(source.shape)} there, must be "
-                f"{list(shapes[name])} by its config.json; give weights and configuration of one model"
-            )
+            shape, wanted_shape = list(source.shape), list(shapes[name])
+            raise files.error(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json; {_FITTING}")
         target = wanted[name]
         first = filled.setdefault(id(target), name)
-        if files.headers_only:
+        local = (target.to_local() if isinstance(target, DTensor) else target).detach()
+        if files.headers_only or not local.numel():
             continue
-        for own_block, value in _blocks(source, target):
-            if first == name:
-                own_block.copy_(value)
-            elif not torch.equal(own_block, value.to(own_block)):
-                raise ConfigError(
-                    f"model.path is {files.path!r}, {name} and {first} differ, but its config.json ties them; set "
-                    "tie_word_embeddings to false there"
-                )
+        value = read(source, own_box(target))
+        if first == name:
+            local.copy_(value)
+        elif not torch.equal(local, value.to(local)):
+            raise files.error(
+                f"{name} and {first} differ, but its config.json ties them; set tie_word_embeddings to false there"
+            )
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in filled)
     if missing:
-        raise ConfigError(
-            f"model.path is {files.path!r}, its files lack {_listed(missing)}; give weights and configuration of one "
-            "model"
-        )
+        raise files.error(f"its files lack {_listed(missing)}; {_FITTING}")
 
 
-def aliases_of(library: Any) -> dict[str, set[str]]:
-    """All names of the same tensor, by each name in the model's state."""
+def aliases_of(library: Any) -> dict[str, list[str]]:
+    """All names of the same tensor, in order, by each name in the model's state."""
     state = library.state_dict(keep_vars=True)
-    names: dict[int, set[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, tensor in state.items():
-        names.setdefault(id(tensor), set()).add(name)
+        names.setdefault(id(tensor), []).append(name)
     return {name: names[id(tensor)] for name, tensor in state.items()}
 
 
@@ -276,10 +242,7 @@ def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
         elif not _is_ignored(key, name, library):
             unexpected.append(key)
     if unexpected:
-        raise ConfigError(
-            f"model.path is {files.path!r}, {type(library).__name__} has no place for {_listed(unexpected)} of its "
-            "files; give weights and configuration of one model"
-        )
+        raise files.error(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files; {_FITTING}")
     return recipes
 
 
@@ -290,48 +253,18 @@ def _is_ignored(key: str, name: str, library: Any) -> bool:
 
 
 def _converted(name: str, recipe: _Recipe, files: WeightFiles, library: Any) -> dict[str, Source]:
-    sources = {key: files.tensor(key) for key, _ in recipe.parts}
     if recipe.converter is None:
-        return {name: next(iter(sources.values()))}
-    try:
-        return _convert(name, recipe, sources, library)
-    except Exception:
-        # A conversion with operations that `LazyTensor` lacks.
-        whole = {key: source.whole() for key, source in sources.items()}
-    try:
-        return _convert(name, recipe, whole, library)
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"model.path is {files.path!r}, {name} cannot be made of {_listed(list(sources))} "
-            f"({type(error).__name__}: {first}); give weights and configuration of one model"
-        ) from error
-
-
-def _convert(name: str, recipe: _Recipe, sources: Any, library: Any) -> dict[str, Source]:
+        return {name: files.tensor(recipe.parts[0][0])}
     converter = copy.deepcopy(recipe.converter)
-    assert converter is not None
     for key, pattern in recipe.parts:
-        converter.add_tensor(name, key, pattern, sources[key])
-    found = converter.convert(name, model=library, config=library.config)
+        part: Any = files.tensor(key)
+        converter.add_tensor(name, key, pattern, part)
+    try:
+        found = converter.convert(name, model=library, config=library.config)
+    except Exception as error:  # whatever a family's conversion raises
+        names = _listed([key for key, _ in recipe.parts])
+        raise files.error(f"{name} cannot be made of {names} ({type(error).__name__}: {error}); {_FITTING}") from error
     return {each: value[0] if isinstance(value, list) else value for each, value in found.items()}
-
-
-def _blocks(source: Source, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of this device's part of `target`, views of its memory, each with its values."""
-    box = own_box(target)
-    local = (target.to_local() if isinstance(target, DTensor) else target).detach()
-    if not box.num_elements:
-        return
-    if not box.sizes:
-        yield local, read(source, box)
-        return
-    row_bytes = box.num_elements // box.sizes[0] * source.dtype.itemsize
-    rows = max(BLOCK_BYTES // row_bytes, 1)
-    for start in range(0, box.sizes[0], rows):
-        size = min(rows, box.sizes[0] - start)
-        part = Box(offsets=(box.offsets[0] + start, *box.offsets[1:]), sizes=(size, *box.sizes[1:]))
-        yield local[start : start + size], read(source, part)
 
 
 def _listed(names: list[str]) -> str:

@@ -184,6 +184,13 @@ def test_what_does_not_run_is_named(what: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith("model") and "\n" not in str(caught.value)
 
 
+def test_a_family_that_counts_layers_otherwise_is_refused(tmp_path: Path) -> None:
+    """`num_hidden_layers` of LongCat-Flash counts each layer of its decoder twice."""
+    AutoConfig.for_model("longcat_flash").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"longcat_flash layers cannot be made .*num_hidden_layers=1 makes 0"):
+        model_config(ModelConfig(path=str(tmp_path)), vocab_size=VOCAB)
+
+
 @pytest.mark.parametrize("content", ["{", json.dumps({"model_type": "qwne3"}), json.dumps({}), None])
 def test_what_is_no_model_is_named(content: str | None, tmp_path: Path) -> None:
     if content is not None:

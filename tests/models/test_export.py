@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config import Config, ConfigError
@@ -16,7 +17,7 @@ from rayfcp.models import export
 from rayfcp.models.build import empty_model, random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
-from rayfcp.models.export import StoredTensors, export_checkpoint
+from rayfcp.models.export import export_checkpoint
 from rayfcp.models.pretrained import check_weights, fill_pretrained
 from tests.models.folders import ALL_FOLDERS, saved
 from tests.models.helpers import VOCAB
@@ -89,8 +90,9 @@ def test_the_index_names_every_tensor_and_the_bytes(tmp_path: Path, monkeypatch:
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    checkpoint(tmp_path, "llama")
-    stored = StoredTensors(tmp_path / "checkpoint")
-    assert "lm_head.weight" in stored and "model.extra.weight" not in stored
-    with pytest.raises(KeyError, match="extra"):
-        stored.tensor("model.extra.weight")
+    config, held = checkpoint(tmp_path, "llama")
+    state = held.state_dict()
+    del state["model.model.norm.weight"]
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "less", no_dist=True)
+    with pytest.raises(CheckpointException, match=r"model\.model\.norm\.weight"):
+        export_checkpoint(config, tmp_path / "less", out_dir=tmp_path / "out", vocab_size=VOCAB)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.data.manifest import image_file
+from rayfcp.data.rows import BadReason, BadRowError
 from rayfcp.data.shards import TokenReader
 from rayfcp.data.vision.images import decoded
 from rayfcp.data.vision.layout import MediaItem, items_of
@@ -97,8 +98,8 @@ class ImageDecoder:
             if values.shape != (item.units * shape[0], *shape[1:]):
                 raise ValueError(f"gives {values.shape[0]} rows, its header promised {item.units * shape[0]}")
         except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
-            line = " ".join(str(error).split())[:120] or type(error).__name__
-            name = f"{self._reader.shard(sample).info.name} row {sample.row}: {line}"
+            why = BadRowError(BadReason.IMAGE_UNREADABLE, error).detail
+            name = f"{self._reader.shard(sample).info.name} row {sample.row}: {why}"
             logger.warning("an image cannot be decoded: it is replaced by grey, its row has no targets: %s", name)
             grey = np.zeros((item.units * shape[0], *shape[1:]), dtype=np.float32)
             return DecodedImages(values=grey, grids=grids, broken=(name,))

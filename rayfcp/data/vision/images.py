@@ -36,9 +36,9 @@ def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
             width, height = image.size
             turned = _orientation(image) >= 5
     except library.DecompressionBombError as error:
-        raise BadRowError(BadReason.IMAGE_TOO_LARGE, _line(error)) from error
+        raise BadRowError(BadReason.IMAGE_TOO_LARGE, error) from error
     except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
-        raise BadRowError(BadReason.IMAGE_UNREADABLE, _line(error)) from error
+        raise BadRowError(BadReason.IMAGE_UNREADABLE, error) from error
     if height * width > max_pixels:
         detail = f"{width} x {height} pixels, data.max_picture_pixels is {max_pixels}"
         raise BadRowError(BadReason.IMAGE_TOO_LARGE, detail)
@@ -85,10 +85,6 @@ def _orientation(image: "Image") -> int:
         return 1
     found = image.getexif().get(_ORIENTATION, 1)
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 class ImageFile:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -127,23 +127,6 @@ def clear_pieces(length: int, spans: Sequence[Range], *, max_seqlen: int, split:
     return pieces, start
 
 
-@dataclass(frozen=True, slots=True)
-class _Ragged:
-    """Integers of rows: row r has `values[offsets[r]:offsets[r + 1]]`."""
-
-    offsets: npt.NDArray[np.int32]
-    values: Integers
-
-    @classmethod
-    def of(cls, columns: Sequence[Any]) -> Self:
-        """List columns of consecutive record batches."""
-        column = pa.concat_arrays(columns)
-        return cls(column.offsets.to_numpy(), column.values.to_numpy())
-
-    def __getitem__(self, row: int) -> Integers:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-
 class ImageIndex:
     """Images of all rows of prepared shards, without their pixels. `num_too_long`: rows that lost an image since it is
     longer than a sample may be."""
@@ -152,17 +135,17 @@ class ImageIndex:
         self._items, self._runs = [], []
         for reader in readers:
             batches = reader.record_batches(("items", "runs"))
-            self._items.append(_Ragged.of([batch.column("items") for batch in batches]))
-            self._runs.append(_Ragged.of([batch.column("runs") for batch in batches]))
+            self._items.append(pa.concat_arrays([batch.column("items") for batch in batches]))
+            self._runs.append(pa.concat_arrays([batch.column("runs") for batch in batches]))
         self.num_too_long = 0
 
     @property
     def has_any(self) -> bool:
-        return any(runs.values.size for runs in self._runs)
+        return any(len(runs.values) for runs in self._runs)
 
     def images(self, shard: int, row: int, *, start: int, stop: int) -> tuple[Images, ...]:
         """Runs within tokens `[start, stop)` of the row, counted from `start`."""
-        runs = self._runs[shard][row].reshape(-1, len(RUN_FIELDS))
+        runs = self._runs[shard][row].values.to_numpy().reshape(-1, len(RUN_FIELDS))
         own = runs[(start <= runs[:, 0]) & (runs[:, 0] < stop)] - np.array([start, 0, 0, 0, 0])
         return tuple(Images(**dict(zip(RUN_FIELDS, run, strict=True))) for run in own.tolist())
 
@@ -175,7 +158,7 @@ class ImageIndex:
         found: list[tuple[int, int, int]] = []
         again = []
         for row in long_rows.tolist():
-            spans = [(item.start, item.stop) for item in items_of(self._items[shard][row])]
+            spans = [(item.start, item.stop) for item in items_of(self._items[shard][row].values.to_numpy())]
             if spans:
                 pieces, covered = clear_pieces(int(lengths[row]), spans, max_seqlen=max_seqlen, split=split)
                 found += [(row, *piece) for piece in pieces]

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,40 +30,6 @@ if TYPE_CHECKING:
 PixelArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
 """Height and width, in pixels."""
-
-
-class ProcessorFamily(Protocol):
-    """Rules of one family. `processor`: the library's; `marks`: ids of tokens that stand for images; `patch_values`:
-    numbers per patch; `has_grid_positions`: tokens have three positions each, by the library's `get_rope_index`;
-    `units_apart`: every unit has other tokens around it; `image_marker`, `video_marker`: what stands for an image or a
-    video in a text that was not made by a chat template."""
-
-    processor: Any
-    marks: frozenset[int]
-    has_grid_positions: bool
-    units_apart: bool
-    patch_values: int
-    image_marker: str
-    video_marker: str
-
-    def image_grid(self, size: Size) -> MediaGrid: ...
-
-    def video_grid(self, size: Size, num_frames: int) -> MediaGrid: ...
-
-    def expanded(self, text: str, grids: Sequence[MediaGrid], *, fps: float | None) -> str:
-        """The text with the library's tokens in place of the markers; `grids` in the order of the markers."""
-        ...
-
-    def image_values(self, image: "Image") -> PixelArray:
-        """Inputs of the model's encoder, unit by unit: `unit_shape` each."""
-        ...
-
-    def video_values(self, frames: "Sequence[Image]") -> PixelArray: ...
-
-    def unit_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of the values of a unit of `height` x `width` patches: `[patches, patch_values]` where units differ in
-        size, `[1, channels, height, width]` where all are equal tiles."""
-        ...
 
 
 class Qwen3VL:
@@ -126,6 +92,7 @@ class Qwen3VL:
         return found
 
     def expanded(self, text: str, grids: Sequence[MediaGrid], *, fps: float | None) -> str:
+        """The text with the library's tokens in place of the markers; `grids` in the order of the markers."""
         metadata = importlib.import_module("transformers.video_utils").VideoMetadata
         images = {"image_grid_thw": _shapes(grids, is_video=False)}
         videos = {
@@ -139,6 +106,7 @@ class Qwen3VL:
         return _expanded(self.processor, text, images=images, videos=videos)
 
     def image_values(self, image: "Image") -> PixelArray:
+        """Inputs of the model's encoder, unit by unit: `unit_shape` each."""
         found = self._images(image, return_tensors="np")["pixel_values"]
         return np.asarray(found, dtype=np.float32)
 
@@ -157,6 +125,8 @@ class Qwen3VL:
         return units.reshape(-1, found.shape[1]).astype(np.float32)
 
     def unit_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of the values of a unit of `height` x `width` patches: `[patches, patch_values]`, since units differ in
+        size; `[1, channels, height, width]` for InternVL, whose units are equal tiles."""
         return (height * width, self.patch_values)
 
 
@@ -201,6 +171,13 @@ class InternVL:
 
     def unit_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (1, 3, height * self._patch_size, width * self._patch_size)
+
+
+ProcessorFamily = Qwen3VL | InternVL
+"""Rules of one family. `processor`: the library's; `marks`: ids of tokens that stand for images; `patch_values`:
+numbers per patch; `has_grid_positions`: tokens have three positions each, by the library's `get_rope_index`;
+`units_apart`: every unit has other tokens around it; `image_marker`, `video_marker`: placeholders of an image or a
+video in a text that was not made by a chat template."""
 
 
 def _shapes(grids: Sequence[MediaGrid], *, is_video: bool) -> npt.NDArray[np.int64]:

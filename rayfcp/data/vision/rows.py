@@ -80,7 +80,7 @@ class RowEncoder:
                 file.seek(0)
                 return _File(data=file.read(), size=size)
         except (OSError, ConfigError) as error:
-            raise BadRowError(BadReason.IMAGE_MISSING, f"{path}: {' '.join(str(error).split())[:80]}") from error
+            raise BadRowError(BadReason.IMAGE_MISSING, f"{path}: {error}") from error
         except BadRowError as error:
             raise BadRowError(error.reason, f"{path}: {error.detail}") from error
 
@@ -93,8 +93,7 @@ def _rendered(media: Mapping[str, Any], tokenizer: ImageTokenizer) -> str:
         try:
             return str(family.processor.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # a template is a program
-            detail = " ".join(str(error).split())[:120]
-            raise BadRowError(BadReason.WRONG_TYPE, f"messages do not fit the chat template: {detail}") from error
+            raise BadRowError(BadReason.WRONG_TYPE, f"messages do not fit the chat template: {error}") from error
     if not isinstance(media["text"], str):
         raise BadRowError(BadReason.MISSING_COLUMN, "images without text or messages")
     marked = {"image": family.image_marker, "video": family.video_marker}
@@ -152,4 +151,4 @@ def _grid(files: list[_File], *, is_video: bool, tokenizer: ImageTokenizer) -> M
     try:
         return family.video_grid(size, len(files)) if is_video else family.image_grid(size)
     except ValueError as error:  # the library's rule has bounds of its own
-        raise BadRowError(BadReason.IMAGE_UNREADABLE, " ".join(str(error).split())[:120]) from error
+        raise BadRowError(BadReason.IMAGE_UNREADABLE, error) from error
