@@ -34,7 +34,7 @@ def test_one_case_through_all_planners(
 ) -> None:
     out = tmp_path / "ablation.json"
     monkeypatch.setattr(
-        sys, "argv", ["ablation.py", "--cases", "1", "--first", "60", "--moves", "300", "--json", str(out)]
+        sys, "argv", ["ablation.py", "--cases", "1", "--first", "160", "--moves", "300", "--json", str(out)]
     )
     ablation.main()
     table = json.loads(out.read_text())["300"]
