@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange, RotaryPositions
 from rayfcp.data.vision.processors import load_processor
-from rayfcp.execute.attention.reshuffle import copy_kept, exchange, kept_rows
+from rayfcp.execute.attention.reshuffle import to_loop, to_plan
 from rayfcp.execute.attention.schedule import rows_of
 from rayfcp.execute.parallel.transport import AttentionStats, Transport
 from rayfcp.program import Encode, RankProgram, ReshuffleProgram
@@ -94,20 +94,16 @@ class _ExchangeFeatures(torch.autograd.Function):
         ctx: Any, features: Tensor, program: ReshuffleProgram, transport: Transport, stats: AttentionStats
     ) -> Tensor:
         ctx.program, ctx.transport, ctx.stats = program, transport, stats
-        source = (features.unsqueeze(1),)
-        placed = kept_rows(program, source)
-        exchange(program, lambda: source, targets=placed, transport=transport, stats=stats)
-        return placed[0][: program.num_placed].squeeze(1)
+        (placed,) = to_plan(program, (features.unsqueeze(1),), transport=transport, stats=stats)
+        return placed[: program.num_placed].squeeze(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         program: ReshuffleProgram = ctx.program
-        placed = (gradient.unsqueeze(1),)
-        target = (gradient.new_zeros(program.num_tokens, 1, gradient.shape[1]),)
-        exchange(program, lambda: placed, targets=target, back=True, transport=ctx.transport, stats=ctx.stats)
-        copy_kept(program, placed, targets=target)
-        return target[0].squeeze(1), None, None, None
+        placed, num_rows = (gradient.unsqueeze(1),), program.num_tokens
+        (returned,) = to_loop(program, placed, num_rows=num_rows, transport=ctx.transport, stats=ctx.stats)
+        return returned.squeeze(1), None, None, None
 
 
 class BatchImages:

@@ -8,41 +8,22 @@ No rank can wait forever: every rank runs the rounds of the way in, those of its
 out one after the other, and both ends of a message have it in the same round; so the earliest round that some rank has
 not finished has been posted by both ends of all its messages, or will be without waiting.
 
-`hide` overlaps these exchanges with local attends, which read slot 0, filled and emptied by the reshuffle round by
-round. An attend may run
+Local attention does not overlap with these exchanges: moving local attends into their rounds made 13 of 16 simulated
+steps slower (`flex-ring`, `flex-block`, 8 and 16 ranks), since the work of a round then differs between ranks, and
+these wait for each other in each round.
 
-- on the way in, after the rounds that bring the rows that it reads: rows that stayed are there from the start;
-- on the way out, before the round that sends away the rows that it adds to: rows that stay are never sent.
-
-Forward it reads its queries and keys and adds to the outputs of its queries. Backward, when slot 0 still has keys and
-values and the gradients of outputs arrive, it reads its queries and adds to the gradients of queries and keys. Rows
-that came first go first: early ones are attended to on the way in, late ones on the way out.
-
-Each round, of the reshuffle and of the program, should get pairs in proportion to the tokens that it carries; the
-rounds of the program have those of their messages already. Local attends move between rounds and are cut; the pairs
-and the messages stay the same.
-
-Source: the transparent reshuffler of FCP with blocks (Zhao et al.), section 4.3, local computation at the beginning and
-the end included; rounds without congestion as in section 4.2.
+Source: the transparent reshuffler of FCP with blocks (Zhao et al.), section 4.3, without its local computation at the
+beginning and the end; rounds without congestion as in section 4.2.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from rayfcp.program.attends import Row, first_pairs, pairs_of_row, rows_of
 from rayfcp.program.instructions import (
-    CAUSAL,
-    WHOLE,
-    Attends,
-    AttentionProgram,
-    AttentionRound,
-    Message,
-    Payload,
     Piece,
     Range,
     ReshuffleMessage,
@@ -215,203 +196,3 @@ def _rounds(
 
 def _size(pairs: Sequence[RowPair]) -> int:
     return sum(stop - start for (start, stop), _ in pairs)
-
-
-QUERY_HEADS = 4
-"""Query heads per KV head that the pairs of a round are estimated with; any model runs exactly."""
-
-_KV, _GRAD, _OUT, _ALL = 2, 4, QUERY_HEADS, QUERY_HEADS + 2
-"""Heads that travel with a token: keys and values, their gradients in twice the bytes, outputs, and all of q, k, v."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HiddenRounds:
-    """One direction of an attention program around a reshuffle; `entering[i]` and `leaving[i]` are computed while
-    round i of the reshuffle runs, `rounds` are the program's with the attends that are left."""
-
-    entering: tuple[Attends, ...]
-    rounds: tuple[AttentionRound, ...]
-    leaving: tuple[Attends, ...]
-
-
-def hide(program: AttentionProgram, reshuffle: ReshuffleProgram) -> tuple[HiddenRounds, HiddenRounds]:
-    """Forward and backward of a rank with local attends moved to the rounds of its reshuffle.
-
-    Invariant: each direction computes exactly the pairs of the program. Those of `entering[i]` read only what rounds
-    before i brought, those of `leaving[i]` add to nothing that rounds up to i take away.
-    """
-    return _hidden(program.forward, reshuffle, backward=False), _hidden(program.backward, reshuffle, backward=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """An attend of round `home` that may run in rounds from `first` on of the way in, and up to `last` of the way
-    out (none if -1)."""
-
-    row: Row
-    first: int
-    last: int
-    home: int
-
-
-def _hidden(rounds: Sequence[AttentionRound], reshuffle: ReshuffleProgram, *, backward: bool) -> HiddenRounds:
-    moved = [step.num_tokens for step in reshuffle.rounds]
-    traffic = [max(_heads(step.sends), _heads(step.receives)) for step in rounds]
-    tables = [Attends.of(step.attends) for step in rounds]
-    pace = sum(table.num_pairs for table in tables) / max(sum(traffic) + (_ALL + _OUT) * sum(moved), 1)
-    times = _RowTimes(_arrivals(reshuffle), len(moved), backward)
-    fixed, kept, free = list[Attends](), list[list[_Local]](), list[_Local]()
-    for home, (table, weight) in enumerate(zip(tables, traffic, strict=True)):
-        others, local = times.parted(table, home)
-        mine, rest = _taken(local, pace * weight - others.num_pairs)
-        fixed.append(others)
-        kept.append(mine)
-        free += rest
-    first, last = (_OUT, _ALL) if backward else (_ALL, _OUT)
-    wants = ([pace * heads * each for each in moved] for heads in (first, last))
-    entering, leaving, free = _spread(free, *wants)
-    for each in free:
-        kept[each.home].append(each)
-    return HiddenRounds(
-        entering=tuple(map(_table, entering)),
-        rounds=tuple(
-            replace(step, attends=_table(mine, others)) for step, mine, others in zip(rounds, kept, fixed, strict=True)
-        ),
-        leaving=tuple(map(_table, leaving)),
-    )
-
-
-def _heads(messages: Sequence[Message]) -> int:
-    """Heads times tokens."""
-    return sum(each.num_tokens * (_KV if each.payload is Payload.KV else _GRAD) for each in messages)
-
-
-_Arrival = tuple[int, int, int]
-"""Rows [start, stop) of slot 0, and the number of rounds of the way in after which they are there."""
-
-
-def _arrivals(reshuffle: ReshuffleProgram) -> list[_Arrival]:
-    """All rows of slot 0 but a padding token, ascending."""
-    found = [(*here, 0) for _, here in reshuffle.kept]
-    for index, step in enumerate(reshuffle.rounds):
-        found += [(*span, index + 1) for span in (step.receive.ranges if step.receive else ())]
-    return sorted(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _RowTimes:
-    """Arrival and departure of the rows of slot 0 in one direction."""
-
-    arrivals: list[_Arrival]
-    num_rounds: int
-    backward: bool
-
-    def parted(self, table: Attends, home: int) -> tuple[Attends, list[_Local]]:
-        """Attends of a round that stay in it, and local ones, cut into rows that arrive together, the least free first.
-
-        Triangles of rows on other rows, which windows have, stay.
-        """
-        begin, _, slot, key_begin, _, kind = table.columns.T
-        is_local = (slot == 0) & ((kind == WHOLE) | ((kind == CAUSAL) & (begin == key_begin)))
-        if not (self.num_rounds and self.arrivals and is_local.any()):
-            return table, []
-        rows = rows_of(Attends(table.columns[is_local]))
-        local = [part for row in rows for part in self._cut(row, home)]
-        local.sort(key=lambda each: each.last - each.first)
-        return Attends(table.columns[~is_local]), local
-
-    def _cut(self, row: Row, home: int) -> Iterator[_Local]:
-        start, stop, _, key_start, key_stop, causal = row
-        for begin, end, came in _pieces((start, stop), self.arrivals):
-            if causal:  # queries and keys are the same rows
-                yield self._local((begin, end, 0, begin, end, 1), came, came, home=home)
-            joined: _Local | None = None
-            keys = (start, begin) if causal else (key_start, key_stop)
-            for key_begin, key_end, key_came in _pieces(keys, self.arrivals):
-                part = self._local((begin, end, 0, key_begin, key_end, 0), came, key_came, home=home)
-                if joined and (joined.first, joined.last) == (part.first, part.last):
-                    joined = replace(part, row=(*joined.row[:4], key_end, 0))
-                    continue
-                if joined:
-                    yield joined
-                joined = part
-            if joined:
-                yield joined
-
-    def _local(self, row: Row, came: int, key_came: int, *, home: int) -> _Local:
-        last, key_last = (self.num_rounds - 1 if each == 0 else each - 2 for each in (came, key_came))
-        if self.backward:
-            return _Local(row, came, min(last, key_last), home)
-        return _Local(row, max(came, key_came), last, home)
-
-
-def _pieces(span: Range, arrivals: Sequence[_Arrival]) -> Iterator[_Arrival]:
-    """`span`, cut into rows that arrive together."""
-    start, stop = span
-    for begin, end, came in arrivals[max(bisect_right(arrivals, (start, stop, 0)) - 1, 0) :]:
-        if begin >= stop:
-            break
-        if max(begin, start) < min(end, stop):
-            yield max(begin, start), min(end, stop), came
-
-
-def _taken(locals_: Sequence[_Local], pairs: float) -> tuple[list[_Local], list[_Local]]:
-    """About the first `pairs`, and the rest."""
-    taken: list[_Local] = []
-    left: list[_Local] = []
-    for each in locals_:
-        rows = [each.row]
-        found = first_pairs(rows, pairs=pairs)
-        pairs -= sum(map(pairs_of_row, found))
-        taken += [replace(each, row=row) for row in found]
-        left += [replace(each, row=row) for row in reversed(rows)]
-    return taken, left
-
-
-@dataclass(slots=True)
-class _Way:
-    """One way of a reshuffle while its rounds are filled: an attend may run from round `since` on, and a round takes at
-    most a `share` of the attends that may run. What a round lacks is due in the next one while there is work for it."""
-
-    since: Callable[[_Local], int]
-    share: float
-    due: float = 0.0
-    rounds: list[list[_Local]] = field(default_factory=list)
-
-    def take(self, left: Sequence[_Local], want: float) -> list[_Local]:
-        """Fill the next round with `want` pairs; returns the attends that are left."""
-        index = len(self.rounds)
-        ready = [each for each in left if self.since(each) <= index]
-        self.due += want
-        taken, rest = _taken(ready, min(self.due, self.share * _sum(ready)) if want else 0.0)
-        self.due = self.due - _sum(taken) if rest else min(self.due - _sum(taken), 0.0)
-        self.rounds.append(taken)
-        return [*rest, *(each for each in left if self.since(each) > index)]
-
-
-def _spread(
-    free: Sequence[_Local], first: Sequence[float], last: Sequence[float]
-) -> tuple[list[list[_Local]], list[list[_Local]], list[_Local]]:
-    """The attends of the rounds of both ways, in and out, which should get `first` and `last` pairs, and the rest.
-
-    Both ways are filled from their outer ends, where the fewest attends may run, so that neither starves the other.
-    """
-    num_rounds, left = len(first), sorted(free, key=lambda each: each.last - each.first)
-    share = sum(first) / max(sum(first) + sum(last), 1)
-    entering = _Way(since=lambda each: each.first, share=share)
-    leaving = _Way(since=lambda each: num_rounds - 1 - each.last, share=1.0)
-    for want_in, want_out in zip(first, reversed(last), strict=True):
-        left = entering.take(left, want_in)
-        left = leaving.take(left, want_out)
-    return entering.rounds, leaving.rounds[::-1], left
-
-
-def _sum(locals_: Sequence[_Local]) -> int:
-    return sum(pairs_of_row(each.row) for each in locals_)
-
-
-def _table(mine: Sequence[_Local], others: Attends | None = None) -> Attends:
-    """Ordered so that queries of one kind ascend: few kernel calls."""
-    rows = sorted((each.row for each in mine), key=lambda row: (-row[5], row[0], row[3]))
-    columns = np.array(rows, np.int64).reshape(-1, 6)
-    return Attends(columns if others is None else np.concatenate((columns, others.columns)))

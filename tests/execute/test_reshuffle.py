@@ -13,11 +13,11 @@ from rayfcp.config.models import BlockOptions
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport, Transport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Block, Group, LayerKind, Layout, MicrobatchPlan, SequenceSpec
+from rayfcp.values import Group, LayerKind, Layout, MicrobatchPlan, SequenceSpec
 from tests.examples import examples
 from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, Tensors, dense, random_tensors, run_ranks
 from tests.execute.layouts import plan_of, random_layout, ring
@@ -96,7 +96,7 @@ def due_bytes(theirs: Pieces, layout: Layout, ranks: Sequence[AttentionContext],
     rounds = sum(
         message.num_tokens * 2 * KV_HEADS * head  # dK, dV in fp32 or fp64, as the inputs are
         for context in ranks
-        for step in (*context.schedule.forward.rounds, *context.schedule.backward.rounds)
+        for step in (*context.schedule.forward, *context.schedule.backward)
         for message in step.sends
         if message.payload in (Payload.KV, Payload.GRAD)
     )
@@ -124,26 +124,13 @@ def test_layers_with_windows(lengths: list[int], window: int, num_ranks: int, se
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bring", [packed_slices, whole_sequences])
 @pytest.mark.parametrize("kind", ["ring", "blocks"])
-def test_long_sequences_whose_local_attends_are_cut(kind: str, bring: Any, dtype: torch.dtype) -> None:
+def test_long_sequences(kind: str, bring: Any, dtype: torch.dtype) -> None:
     sequences = specs([1501, 700, 90])
     if kind == "ring":
         layout = ring(sequences, num_ranks=3)
     else:
         layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
     assert_dense(bring(sequences, num_ranks=3), layout, sequences, dtype)
-
-
-def test_a_whole_result_that_appears_between_two_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 attends to its one sequence while a first round goes out, in one call, and sends it home in the second."""
-    monkeypatch.setattr("rayfcp.program.reshuffle._OUT", 1000)
-    sequences = specs([50, 200, 90, 70])
-    whole = [Piece(sequence=each.id, start=0, stop=each.num_tokens) for each in sequences]
-    theirs = [[whole[1], whole[3]], [whole[2], whole[0]], [], []]
-    blocks = [Block(sequence=i, start=0, stop=whole[i].stop, rank=rank) for i, rank in enumerate((0, 3, 2, 2))]
-    layout = Layout(blocks=tuple(blocks), rounds=())
-    schedule = contexts(theirs, layout, sequences, fabric=Fabric(4))[0].schedule
-    assert [[call.num_pairs for call in calls] for calls in schedule.forward.leaving] == [[1275], []]
-    assert_dense(theirs, layout, sequences, torch.float64)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -160,59 +147,6 @@ def test_the_plans_own_order_sends_nothing_and_copies_nothing(num_ranks: int) ->
     assert_dense(theirs, layout, sequences, torch.float64)
     for context, pieces in zip(contexts(theirs, layout, sequences, fabric=Fabric(num_ranks)), theirs, strict=True):
         assert (context.schedule.reshuffle is None) == bool(pieces)
-
-
-class Watched(Transport):
-    """A rank's transport and kernel that write down what happens when, and otherwise do what they do."""
-
-    name = "watched"
-
-    def __init__(self, context: AttentionContext) -> None:
-        self.rank, self.events = context.transport.rank, list[str]()
-        self._transport, self._kernel = context.transport, context.kernel
-
-    def post(self, sends: Any, receives: Any) -> "Watched":
-        self.events.append("post")
-        self._pending = self._transport.post(sends, receives)
-        return self
-
-    def wait(self) -> None:
-        self.events.append("wait")
-        self._pending.wait()
-
-    def forward(self, *args: Any, **keywords: Any) -> Any:
-        self.events.append("call")
-        return self._kernel.forward(*args, **keywords)
-
-    def backward(self, *args: Any, **keywords: Any) -> Any:
-        self.events.append("call")
-        return self._kernel.backward(*args, **keywords)
-
-
-def test_local_attends_run_while_the_exchanges_do() -> None:
-    """Between posting and waiting, in the first and in the last rounds of either direction."""
-    sequences = specs([2000, 1000, 77])
-    theirs, fabric = packed_slices(sequences, num_ranks=2), Fabric(2)
-    plain = contexts(theirs, ring(sequences, num_ranks=2), sequences, fabric=fabric)
-    watched = [Watched(each) for each in plain]
-    ranks = [
-        AttentionContext(schedule=context.schedule, transport=each, kernel=each)
-        for context, each in zip(plain, watched, strict=True)
-    ]
-    in_their_order(theirs, ranks, random_tensors(sequences, dtype=torch.float32), fabric=fabric)
-    for context, each in zip(plain, watched, strict=True):
-        assert context.schedule.reshuffle
-        rounds = " ".join(each.events).split(" wait")[:-1]
-        calls = [step.count("call") for step in rounds]
-        directions = (context.schedule.forward, context.schedule.backward)
-        due = [
-            len(each)
-            for direction in directions
-            for each in (*direction.entering, *(step.calls for step in direction.rounds), *direction.leaving)
-        ]
-        assert calls == due and all(step.strip().startswith("post") for step in rounds)
-        for direction in directions:
-            assert all((*direction.entering, *direction.leaving))
 
 
 def test_what_does_not_fit_is_named() -> None:

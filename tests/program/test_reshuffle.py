@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import Attend, AttentionRound, Piece, ReshuffleProgram, lower_reshuffle
-from rayfcp.program.attention import lower_attention
-from rayfcp.program.reshuffle import HiddenRounds, hide
+from rayfcp.program import Attend, Piece, ReshuffleProgram, lower_reshuffle
 from rayfcp.values import Block, Layout
 from tests.examples import examples
-from tests.execute.layouts import random_layout, ring
-from tests.execute.loops import packed_slices, random_pieces
+from tests.execute.layouts import random_layout
+from tests.execute.loops import random_pieces
 from tests.masks import specs
 
 Token = tuple[int, int]
@@ -94,76 +92,6 @@ def counted(rounds: Sequence[Sequence[Attend]], *, num_rows: int) -> dict[int, n
             block = np.ones((stop - start, key_stop - key_start), np.int64)
             count[start:stop, key_start:key_stop] += np.tril(block) if each.causal else block
     return pairs
-
-
-def check_direction(rounds: Sequence[AttentionRound], hidden: HiddenRounds, *, num_rows: int) -> None:
-    """The same pairs in all, the same messages in each round."""
-    assert [(step.sends, step.receives) for step in rounds] == [(step.sends, step.receives) for step in hidden.rounds]
-    before = counted([step.attends for step in rounds], num_rows=num_rows)
-    mine = [*hidden.entering, *(step.attends for step in hidden.rounds), *hidden.leaving]
-    after = counted(mine, num_rows=num_rows)
-    assert before.keys() == after.keys()
-    for slot, pairs in before.items():
-        assert np.array_equal(pairs, after[slot])
-
-
-def check_order(hidden: HiddenRounds, reshuffle: ReshuffleProgram, *, backward: bool) -> None:
-    """Rows that are read arrive before their round; rows that are added to stay until after it."""
-    comes, goes = {}, {}
-    for _, here in reshuffle.kept:
-        comes |= dict.fromkeys(range(*here), -1)
-        goes |= dict.fromkeys(range(*here), len(reshuffle.rounds))
-    for index, step in enumerate(reshuffle.rounds):
-        rows = [row for span in (step.receive.ranges if step.receive else ()) for row in range(*span)]
-        comes |= dict.fromkeys(rows, index)
-        goes |= dict.fromkeys(rows, index)
-    for index, (entering, leaving) in enumerate(zip(hidden.entering, hidden.leaving, strict=True)):
-        for each in entering:
-            assert each.slot == 0
-            assert all(comes[row] < index for row in (*range(*each.query), *(() if backward else range(*each.key))))
-        for each in leaving:
-            assert each.slot == 0
-            assert all(goes[row] > index for row in (*range(*each.query), *(range(*each.key) if backward else ())))
-
-
-@examples(20)
-@given(
-    lengths=st.lists(st.integers(1, 450), min_size=1, max_size=4),
-    num_ranks=st.integers(1, 4),
-    kind=st.sampled_from(["random", "ring"]),
-    seed=st.integers(0, 10_000),
-)
-def test_local_attends_move_and_nothing_else(lengths: list[int], num_ranks: int, kind: str, seed: int) -> None:
-    sequences = specs(lengths)
-    layout = (
-        ring(sequences, num_ranks=num_ranks)
-        if kind == "ring"
-        else random_layout(sequences, num_ranks=num_ranks, seed=seed)
-    )
-    programs = lower_attention(layout, num_ranks=num_ranks)
-    theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed)
-    for program, reshuffle in zip(programs, lower_reshuffle(theirs, layout), strict=True):
-        forward, backward = hide(program, reshuffle)
-        check_direction(program.forward, forward, num_rows=program.num_tokens)
-        check_direction(program.backward, backward, num_rows=program.num_tokens)
-        check_order(forward, reshuffle, backward=False)
-        check_order(backward, reshuffle, backward=True)
-        if not any(step.num_tokens for step in reshuffle.rounds):
-            assert forward.rounds == program.forward and backward.rounds == program.backward
-
-
-def test_both_ways_and_the_first_round_have_local_work_beside_them() -> None:
-    """A packed batch in slices, long sequences in a ring."""
-    sequences = specs([4000, 3000, 900, 100])
-    layout = ring(sequences, num_ranks=3)
-    programs = lower_attention(layout, num_ranks=3)
-    for program, reshuffle in zip(
-        programs, lower_reshuffle(packed_slices(sequences, num_ranks=3), layout), strict=True
-    ):
-        for hidden in hide(program, reshuffle):
-            for step in (hidden.entering, hidden.leaving, [hidden.rounds[0].attends]):
-                pairs = sum(each.num_pairs for attends in step for each in attends)
-                assert pairs > 0.05 * program.forward[0].attends.num_pairs
 
 
 def piece(start: int, stop: int, *, sequence: int = 0) -> Piece:

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.attention.heads import HeadExchange, ToHeads, ToTokens
-from rayfcp.execute.attention.reshuffle import copy_kept, exchange, kept_rows
+from rayfcp.execute.attention.reshuffle import to_loop, to_plan
 from rayfcp.execute.attention.schedule import (
     AttentionSchedule,
     KernelCall,
-    ScheduledDirection,
     ScheduledRound,
     make_schedule,
     take_rows,
@@ -184,60 +183,41 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, scale: float) -> Tensor:
-        reshuffle, given = context.schedule.reshuffle, (query, key, value)
-        q, k, v = kept_rows(reshuffle, given) if reshuffle else given
+        q, k, v = query, key, value
+        schedule, transport, stats = context.schedule, context.transport, context.stats
+        if schedule.reshuffle:
+            q, k, v = to_plan(schedule.reshuffle, (query, key, value), transport=transport, stats=stats)
         run = _Pass(context, q, scale=scale)
         run.slots.fill(0, k, value=v)
         run.slots.keep(recomputed=context.recomputed)
         merged = MergedAttention(q)
-        attend = functools.partial(run.attend, merged=merged)
-        direction = context.schedule.forward
-        if reshuffle:
-            run.exchange(lambda: given, targets=(q, k, v), calls=direction.entering, compute=attend)
-        run.rounds(direction, attend)
-        if reshuffle:
-            returned = query.new_zeros(query.shape)
-            leaving = direction.leaving
-            run.exchange(lambda: (merged.out,), targets=(returned,), back=True, calls=leaving, compute=attend)
+        run.rounds(schedule.forward, functools.partial(run.attend, merged=merged))
         run.slots.close()
         out, lse = merged.result(query.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.context, ctx.scale = context, scale
-        if not reshuffle:
-            return out
-        copy_kept(reshuffle, (out,), targets=(returned,))
-        return returned
+        if schedule.reshuffle:
+            return to_loop(schedule.reshuffle, (out,), num_rows=len(query), transport=transport, stats=stats)[0]
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        reshuffle, direction = ctx.context.schedule.reshuffle, ctx.context.schedule.backward
-        grad_out = kept_rows(reshuffle, grads)[0] if reshuffle else grads[0]
-        run = _Pass(ctx.context, q, scale=ctx.scale)
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, lse), context, num_rows = ctx.saved_tensors, ctx.context, len(grad_out)
+        schedule, transport, stats = context.schedule, context.transport, context.stats
+        if schedule.reshuffle:
+            (grad_out,) = to_plan(schedule.reshuffle, (grad_out,), transport=transport, stats=stats)
+        run = _Pass(context, q, scale=ctx.scale)
         run.slots.fill(0, k, value=v)
         dq = RowSums(
             lambda: (torch.empty(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device),), num_rows=len(q)
         )
-        differentiate = functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse))
-        if reshuffle:
-            run.exchange(lambda: grads, targets=(grad_out,), calls=direction.entering, compute=differentiate)
-        run.rounds(direction, differentiate)
-        sums = (dq, run.slots.gradient(0))
-        if reshuffle:
-            returned = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in (q, k, v)]
-            run.exchange(
-                lambda: [each for total in sums for each in total.partial],
-                targets=returned,
-                back=True,
-                calls=direction.leaving,
-                compute=differentiate,
-            )
-            copy_kept(reshuffle, [each for total in sums for each in total.whole], targets=returned)
+        run.rounds(schedule.backward, functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse)))
+        grads = [each for total in (dq, run.slots.gradient(0)) for each in total.result(q.dtype)]
         run.slots.close()
-        if reshuffle:
-            return *returned, None, None
-        return *(each for total in sums for each in total.result(q.dtype)), None, None
+        if schedule.reshuffle:
+            grads = to_loop(schedule.reshuffle, grads, num_rows=num_rows, transport=transport, stats=stats)
+        return *grads, None, None
 
 
 class _Pass:
@@ -249,19 +229,13 @@ class _Pass:
         self._context, self._query, self._scale = context, query, scale
         self._has_posted = False
 
-    def rounds(self, direction: ScheduledDirection, compute: Callable[[KernelCall], None]) -> None:
+    def rounds(self, rounds: Sequence[ScheduledRound], compute: Callable[[KernelCall], None]) -> None:
         """Run rounds in order: each posts its messages, computes, and waits."""
-        for step in direction.rounds:
+        for step in rounds:
             with self._posted(step):
                 for call in step.calls:
                     compute(call)
             self.slots.free(step.free)
-
-    def exchange(self, sources: Callable[[], Sequence[Tensor]], **options: Any) -> None:
-        """The exchange of one way of the reshuffle; see `reshuffle.exchange`."""
-        context = self._context
-        assert context.schedule.reshuffle is not None
-        exchange(context.schedule.reshuffle, sources, transport=context.transport, stats=context.stats, **options)
 
     @contextmanager
     def _posted(self, step: ScheduledRound) -> Iterator[None]:

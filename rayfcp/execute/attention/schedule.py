@@ -24,7 +24,6 @@ from rayfcp.program import (
     ReshuffleProgram,
 )
 from rayfcp.program.instructions import merged
-from rayfcp.program.reshuffle import HiddenRounds, hide
 
 FEW = 4
 """Most ranges that are copied one by one, a launch each; more share one indexed launch, which also reads the row
@@ -135,16 +134,6 @@ class ScheduledRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledDirection:
-    """Forward or backward. `entering[i]` and `leaving[i]` are the calls that run while round i of the reshuffle before,
-    and of that after the rounds, travels."""
-
-    rounds: tuple[ScheduledRound, ...]
-    entering: tuple[Calls, ...]
-    leaving: tuple[Calls, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSchedule:
     """Both directions of an attention program; `context` and `kept` are the program's.
 
@@ -153,8 +142,8 @@ class AttentionSchedule:
     """
 
     num_tokens: int
-    forward: ScheduledDirection
-    backward: ScheduledDirection
+    forward: tuple[ScheduledRound, ...]
+    backward: tuple[ScheduledRound, ...]
     context: tuple[ContextSlot, ...]
     kept: tuple[Range, ...]
     heads: HeadProgram | None
@@ -164,7 +153,7 @@ class AttentionSchedule:
 def make_schedule(
     program: AttentionProgram | HeadProgram, *, reshuffle: ReshuffleProgram | None = None
 ) -> AttentionSchedule:
-    """Group pairs of ranges into kernel calls, find where slots end, and put local attention around a reshuffle.
+    """Group pairs of ranges into kernel calls and find where slots end.
 
     Raises:
         ValueError: the reshuffle is of another layout, or around a program that splits heads.
@@ -183,32 +172,15 @@ def make_schedule(
             f"{program.num_tokens}; lower both from the same microbatch"
         )
     share = 1.0 / heads.degree if heads else 1.0
-    forward, backward = (
-        ScheduledDirection(
-            rounds=_rounds(each.rounds, head_share=share),
-            entering=tuple(_calls(attends, head_share=share) for attends in each.entering),
-            leaving=tuple(_calls(attends, head_share=share) for attends in each.leaving),
-        )
-        for each in _directions(program.inner, reshuffle)
-    )
     return AttentionSchedule(
         num_tokens=(reshuffle or program).num_tokens,
-        forward=forward,
-        backward=backward,
+        forward=_rounds(program.inner.forward, head_share=share),
+        backward=_rounds(program.inner.backward, head_share=share),
         context=program.inner.context,
         kept=program.inner.kept,
         heads=heads,
         reshuffle=reshuffle,
     )
-
-
-def _directions(program: AttentionProgram, reshuffle: ReshuffleProgram | None) -> tuple[HiddenRounds, HiddenRounds]:
-    if reshuffle:
-        return hide(program, reshuffle)
-    forward, backward = (
-        HiddenRounds(entering=(), rounds=rounds, leaving=()) for rounds in (program.forward, program.backward)
-    )
-    return forward, backward
 
 
 def _rounds(rounds: Sequence[AttentionRound], *, head_share: float) -> tuple[ScheduledRound, ...]:
