@@ -70,25 +70,27 @@ def judge(heartbeats: Sequence[Heartbeat], *, now_s: float, deadline_s: float) -
     """
     if not heartbeats:
         return HangVerdict(reason="all devices have reported the step")
-    allowed = f"{deadline_s:.1f} s are allowed"
     silent = [each for each in heartbeats if now_s - each.heard_s >= deadline_s]
     if silent:
         longest_s = max(now_s - each.heard_s for each in silent)
         return HangVerdict(
             hung=tuple(each.id for each in silent),
             reason=f"{len(silent)} of {len(heartbeats)} devices have not answered for up to {longest_s:.1f} s, "
-            f"{allowed}",
+            f"{deadline_s:.1f} s are allowed",
         )
     still_s = now_s - max(each.moved_s for each in heartbeats)
     if still_s < deadline_s:
-        return HangVerdict(reason=f"the last progress was {still_s:.1f} s ago, {allowed}")
-    situation = f"no progress for {still_s:.1f} s, {allowed}"
+        return HangVerdict(reason=f"the last progress was {still_s:.1f} s ago, {deadline_s:.1f} s are allowed")
     busy = [each for each in heartbeats if not each.waiting]
     if not busy:
-        return HangVerdict(stuck=True, reason=f"{situation}, and all {len(heartbeats)} devices wait for each other")
+        return HangVerdict(
+            stuck=True,
+            reason=f"no progress for {still_s:.1f} s, {deadline_s:.1f} s are allowed, and all {len(heartbeats)} "
+            "devices wait for each other",
+        )
     first = min(busy, key=lambda each: (each.step, each.num_done))
     return HangVerdict(
         hung=tuple(each.id for each in busy),
-        reason=f"{situation}, and {len(busy)} of {len(heartbeats)} devices do not wait for others, the first after "
-        f"{max(first.num_done, 0)} instructions",
+        reason=f"no progress for {still_s:.1f} s, {deadline_s:.1f} s are allowed, and {len(busy)} of {len(heartbeats)} "
+        f"devices do not wait for others, the first after {max(first.num_done, 0)} instructions",
     )
