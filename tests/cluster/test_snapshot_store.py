@@ -99,7 +99,7 @@ def test_a_store_that_dies_is_reported_and_the_next_gets_the_newest_copy(kept: t
     assert ray.get(worker.await_kept.remote(second.state, timeout_s=PATIENCE_S)) == Waited.LOST, (
         "lost, long before the time is over"
     )
-    assert snapshot_stores.newest_state([], up_to=9001).sources == ()
+    assert snapshot_stores.newest_state([], up_to=9001).copies == ()
     assert snapshot_stores.stores == {}, "a dead snapshot store is forgotten"
     snapshot_stores.assign([member])
     snapshot_stores.await_assigned()
