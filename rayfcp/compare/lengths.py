@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.distributions import DISTRIBUTIONS
@@ -225,51 +224,65 @@ def _whole(values: Any, *, first: int = 1) -> Lengths:
     return np.zeros(0, np.int64)
 
 
-class _Pictures(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    start: NonNegativeInt
-    tokens: PositiveInt
-    patches: PositiveInt
-    count: PositiveInt = 1
-    stride: PositiveInt | None = None
-
-
-class _ImageRow(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    tokens: PositiveInt
-    targets: NonNegativeInt | None = None
-    pictures: list[_Pictures] = []
+_ROW = ("tokens", "targets", "pictures")
+_RUN = ("start", "tokens", "patches", "count", "stride")
 
 
 def _row(value: Any, *, entry: int) -> Row:
-    """Return entry `entry`, from 1, of a list in which some rows have images."""
+    """Return entry `entry`, from 1, of a list in which some rows have images.
+
+    Raises:
+        WrongRowsError: It is not a row; the message has the entry, the field, the value and the bound.
+    """
+    where = f"entry {entry}"
     if not isinstance(value, dict):
-        return int(_whole([value], first=entry)[0])
+        return _number(value, where=where, least=1)
+    _check_names(value, _ROW, needed=("tokens",), where=where)
+    tokens = _number(value["tokens"], where=f"{where}: tokens", least=1)
+    given = value.get("pictures", [])
+    if not isinstance(given, list):
+        raise WrongRowsError(f"{where}: pictures is {given!r}, must be a list of runs; put it in brackets")
+    runs = tuple(_run(each, where=f"{where}: run {number}") for number, each in enumerate(given, start=1))
+    text = tokens - sum(run.count * run.num_tokens for run in runs)
+    targets = _number(value.get("targets", max(text - 1, 0)), where=f"{where}: targets", least=0)
+    if targets > tokens:
+        raise WrongRowsError(f"{where}: targets is {targets}, must be at most tokens ({tokens}); lower it")
     try:
-        row = _ImageRow.model_validate(value)
-        runs = tuple(
-            Images(
-                start=run.start,
-                num_tokens=run.tokens,
-                num_patches=run.patches,
-                count=run.count,
-                stride=run.stride or run.tokens,
-            )
-            for run in row.pictures
-        )
-        num_text = row.tokens - sum(run.count * run.num_tokens for run in runs)
-        targets = max(num_text - 1, 0) if row.targets is None else row.targets
-        if targets > row.tokens:
-            raise ValueError(f"targets is {targets}, must be at most tokens ({row.tokens}); lower it")
-        return SequenceSpec(id=entry, num_tokens=row.tokens, num_targets=targets, images=runs)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise WrongRowsError(f"entry {entry}: {field} is {problem['input']!r}: {problem['msg'].lower()}") from None
+        return SequenceSpec(id=entry, num_tokens=tokens, num_targets=targets, images=runs)
     except ValueError as error:
-        raise WrongRowsError(f"entry {entry}: {str(error).removeprefix(f'sequence {entry}: ')}") from None
+        raise WrongRowsError(f"{where}: {str(error).partition(': ')[2]}") from None
+
+
+def _run(value: object, *, where: str) -> Images:
+    if not isinstance(value, dict):
+        raise WrongRowsError(f"{where} is {value!r}, must be an object; e.g. start, tokens, patches")
+    if "mutual" in value:
+        raise WrongRowsError(f"{where}: mutual is not supported, the language model is causal in images; leave it out")
+    _check_names(value, _RUN, needed=_RUN[:3], where=where)
+    numbers = {"count": 1, "stride": value["tokens"], **value}
+    whole = {name: _number(numbers[name], where=f"{where}: {name}", least=name != "start") for name in _RUN}
+    names = {"tokens": "num_tokens", "patches": "num_patches"}
+    try:
+        return Images(**{names.get(name, name): value for name, value in whole.items()})
+    except ValueError as error:
+        raise WrongRowsError(f"{where}: {error}") from None
+
+
+def _check_names(value: dict[str, Any], known: Sequence[str], *, needed: Sequence[str], where: str) -> None:
+    for name in value:
+        try:
+            pick(name, known, what="field")
+        except ValueError as error:
+            raise WrongRowsError(f"{where}: {error}") from None
+    for name in needed:
+        if name not in value:
+            raise WrongRowsError(f"{where}: {name} is missing; give {', '.join(needed)}")
+
+
+def _number(value: object, *, where: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62:
+        raise WrongRowsError(f"{where} is {value!r}, must be a whole number of at least {int(least)}")
+    return value
 
 
 def cut(row: Row, max_seqlen: int) -> Row:
@@ -310,7 +323,9 @@ def check_encoded(rows: Sequence[Row], *, source: str, model: ModelProfile | Non
     vision = model.vision if model else None
     if vision is None:
         name = model.name if model else "of none"
-        raise ConfigError(f"--lengths {source!r} has images, model {name} has no vision encoder; name one that sees")
+        raise ConfigError(
+            f"--lengths {source!r} has images, model {name} has no vision encoder; name a vision-language model"
+        )
     for run in runs:
         if run.num_patches != vision.merged_patches * run.num_tokens:
             raise ConfigError(
