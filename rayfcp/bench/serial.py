@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -114,6 +114,11 @@ def run_serially(num_ranks: int, work: Callable[[SerialTransport, Stopwatch], T]
         return [run(0)]
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [pool.submit(run, rank) for rank in range(num_ranks)]
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            fabric.abort()  # frees ranks that wait for messages
+            raise
     if failed:
         raise failed[0]  # other ranks failed because this one did
     return [future.result() for future in futures]

@@ -72,19 +72,14 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--json is {arguments.json!r}, a folder; give the path of a file")
     from rayfcp.bench.attention import bench_attention
     from rayfcp.bench.results import format_found
-    from rayfcp.compare.command import Progress
-    from rayfcp.telemetry.files import write_whole
+    from rayfcp.compare.command import Progress, write_output
 
     request = request_of(arguments)
     with Progress(1 + len(request.block_lengths) + len(request.strategies) * (2 + request.rounds)) as progress:
         report = bench_attention(request, log=progress)
     sys.stdout.write(f"{format_found(report)}\n")
     if arguments.json is not None:
-        try:
-            write_whole(arguments.json, json.dumps(report.as_json(), indent=1) + "\n")
-        except OSError as error:
-            text = f"--json {arguments.json!r} cannot be written: {error.strerror}; give another path"
-            raise ConfigError(text) from error
+        write_output("--json", arguments.json, text=json.dumps(report.as_json(), indent=1) + "\n")
     if report.wrong:
         wrong = ", ".join(f"{each.strategy} (off by {each.error:.2g})" for each in report.wrong)
         raise CommandFailedError(f"results differ from the single kernel in {request.dtype}: {wrong}")

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{format_table(advice.comparison)}\n\n{format_layouts(advice)}\n")
         _write_results(arguments, advice.as_json(), comparison=advice.comparison, section=layout_section(advice))
         if arguments.write_config is not None:
-            _write("--write-config", arguments.write_config, text=run_config_text(advice, data=arguments.data))
+            write_output("--write-config", arguments.write_config, text=run_config_text(advice, data=arguments.data))
     else:
         with Progress(1 + len(chosen(inputs.strategies)) * (1 + inputs.batches)) as progress:
             comparison = compare(inputs, log=progress)
@@ -74,12 +74,13 @@ def _write_results(
     arguments: argparse.Namespace, results: dict[str, Any], *, comparison: Comparison, section: str = ""
 ) -> None:
     if arguments.json is not None:
-        _write("--json", arguments.json, text=json.dumps(results, indent=1) + "\n")
+        write_output("--json", arguments.json, text=json.dumps(results, indent=1) + "\n")
     if arguments.html is not None:
-        _write("--html", arguments.html, text=render(comparison, more=section))
+        write_output("--html", arguments.html, text=render(comparison, more=section))
 
 
-def _write(option: str, path: str, *, text: str) -> None:
+def write_output(option: str, path: str, *, text: str) -> None:
+    """Write the file of an option; a ConfigError names the option if it cannot be written."""
     try:
         write_whole(path, text)
     except OSError as error:

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rayfcp.bench import attention
+from rayfcp.bench.alone import base_hardware
 from rayfcp.cli import main
 from rayfcp.execute.kernels import pick_kernel
 from tests.bench.test_ranks import MODEL
@@ -81,3 +83,19 @@ def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.Cap
     assert main(["bench", "attention", *(["--device", "cpu"] if "--device" not in words else []), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("rayfcp: error: ") and error.count("\n") == 1 and told in error
+
+
+def test_a_block_length_of_zero_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "attention", "--device", "cpu", "--block-lengths", "8,0"])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("rayfcp: error: argument --block-lengths: '0' must be a whole number of at least 1")
+
+
+@pytest.mark.parametrize(("name", "hardware"), [("NVIDIA H200", "h200"), ("NVIDIA L4", "h100")])
+def test_the_profile_is_the_one_that_the_device_is_named_after(
+    name: str, hardware: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayfcp.bench.alone.device_name", lambda _: name)
+    assert base_hardware(torch.device("cuda")) == hardware
