@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate
+from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.lazy import LazyTensor, Source, read
 from rayfcp.models.library import make_library_model
@@ -168,7 +168,7 @@ def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
             raise files.error(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json; {_FITTING}")
         target = wanted[name]
         first = filled.setdefault(id(target), name)
-        local = (target.to_local() if isinstance(target, DTensor) else target).detach()
+        local = local_shard(target)
         if files.headers_only or not local.numel():
             continue
         value = read(source, own_box(target))

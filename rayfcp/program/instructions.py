@@ -49,11 +49,6 @@ class ReshuffleRound:
     send: ReshuffleMessage | None = None
     receive: ReshuffleMessage | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the larger message: links carry both directions at once."""
-        return max(each.num_tokens if each else 0 for each in (self.send, self.receive))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshuffleProgram:

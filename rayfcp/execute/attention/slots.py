@@ -194,11 +194,6 @@ class MergedAttention:
             _merge_rows(*self._sums(), joined, out=out.to(self._dtype), lse=lse)
         self._known = union((*self._known, *rows))
 
-    @property
-    def out(self) -> Tensor:
-        """The output so far; rows without a result are undefined."""
-        return self._sums()[0] if self._out is None else self._out
-
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Output in `dtype`, and logsumexp; 0 and -inf in rows that attended to no key."""
         missing = without(self._all, self._known)
