@@ -243,14 +243,17 @@ class CostModel:
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
-        message = "fields of the cost model are of another version; measure again"
         try:
             found = TypeAdapter(cls).validate_python(fields)
         except ValidationError as error:
-            raise ValueError(message) from error
-        if to_jsonable_python(found) != to_jsonable_python(fields):
-            raise ValueError(message)
-        return found
+            wrong = sorted({".".join(map(str, each["loc"])) for each in error.errors()})
+        else:
+            given, known = to_jsonable_python(fields), to_jsonable_python(found)
+            names = sorted(given.keys() | known.keys())
+            wrong = [each for each in names if (each in given, given.get(each)) != (each in known, known.get(each))]
+            if not wrong:
+                return found
+        raise ValueError(f"fields of the cost model are of another version ({', '.join(wrong)}); measure again")
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear

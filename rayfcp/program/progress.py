@@ -215,6 +215,7 @@ def _check_exchange(items: Sequence[Encode]) -> None:
     ranks, counts = channel.out_of_step(), {len(item.features.rounds) for item in items}
     if ranks or len(counts) > 1:
         raise ValueError(
-            f"microbatch {items[0].microbatch}: features travel in {sorted(counts)} rounds, which ranks {ranks} "
-            "disagree on: one would wait forever; lower one plan for all"
+            f"microbatch {items[0].microbatch}: "
+            + (f"ranks {ranks} post features in different rounds" if ranks else f"ranks have {sorted(counts)} rounds")
+            + ", one would wait forever; lower one plan for all"
         )
