@@ -217,3 +217,14 @@ def test_fields_come_back_from_json() -> None:
         )
         assert (cost.pipeline is None) == (num_stages == 1)
         assert CostModel.of_fields(json.loads(json.dumps(dataclasses.asdict(cost)))) == cost
+
+
+def test_fields_of_another_version_are_named() -> None:
+    cost = CostModel.from_profiles(
+        model_profile("qwen3-8b"), hardware_profile("h100"), num_ranks=8, bytes_per_element=2, reduce_every="step"
+    )
+    fields = dataclasses.asdict(cost)
+    del fields["shard_s"]
+    for changed, name in ((fields, "shard_s"), (dataclasses.asdict(cost) | {"older": 1.0}, "older")):
+        with pytest.raises(ValueError, match=rf"of another version \({name}\); measure again"):
+            CostModel.of_fields(changed)
