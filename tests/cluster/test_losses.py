@@ -102,7 +102,7 @@ def test_a_stopped_worker_is_hung_and_killed(worker_group: WorkerGroup) -> None:
     refs = [worker.exchange.remote() for worker in worker_group.workers]
     os.kill(hanging.facts.pid, signal.SIGSTOP)
     with pytest.raises(RanksLostError, match="rank 1 hangs: 1 of 3 devices have not answered") as caught:
-        worker_group.get(refs, deadline_s=5)
+        worker_group.get(refs, deadline_s=10)  # a busy machine delays other answers, too
     assert [(each.number, each.cause) for each in caught.value.lost] == [(1, "hung")]
     assert idle(worker_group)
     until(lambda: not lives(hanging.facts.pid))
