@@ -1,5 +1,6 @@
-"""Heartbeats of devices during calls that may last (`rayfcp.cluster.workers.calls`), on a clock of the test."""
+"""Heartbeats of devices become verdicts while calls last (`rayfcp.cluster.workers.calls`), on a clock of the test."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,40 +8,69 @@ from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.elastic.facts import Cause
 
 
-class Answers:
-    """A runtime on which only the heartbeats of `answering` devices come."""
+class Runtime:
+    """Only the heartbeats in `beats`, by device, are answered."""
 
-    def __init__(self, answering: set[str]) -> None:
-        self.time_s, self._answering = 0.0, answering
+    def __init__(self, beats: Mapping[str, Any]) -> None:
+        self.time_s, self._beats = 1000.0, beats
 
     def now_s(self) -> float:
         return self.time_s
 
     def wait(self, refs: list[str], *, timeout_s: float) -> list[str]:
-        return [ref for ref in refs if ref in self._answering]
+        return [ref for ref in refs if ref in self._beats]
 
     def get(self, ref: str) -> Any:
-        return SimpleNamespace(step=3, num_done=0, waiting=True)
+        return self._beats[ref]
 
 
-def member(name: str) -> Any:
-    return SimpleNamespace(id=name, handle=SimpleNamespace(beat=SimpleNamespace(remote=lambda: name)))
+def beat(*, num_done: int = 0, waiting: bool = False) -> Any:
+    return SimpleNamespace(step=3, num_done=num_done, waiting=waiting)
 
 
-def test_a_device_without_heartbeats_is_hung_however_long_calls_may_last() -> None:
-    runtime = Answers({"a"})
+def looked(
+    seconds: float, *, names: str, deadline_s: float | None, ended: str = "", **beats: Any
+) -> tuple[set[str], str]:
+    """Devices that are gone, and the reason, after so many seconds; `ended`: those whose own call has ended."""
+    runtime = Runtime(beats)
+    members: list[Any] = [
+        SimpleNamespace(id=each, handle=SimpleNamespace(beat=SimpleNamespace(remote=lambda each=each: each)))
+        for each in names
+    ]
     call = GroupCall(
-        [member("a"), member("b")],
-        ["first", "second"],
+        members,
+        [f"call of {each}" for each in names],
         runtime=runtime,  # type: ignore[arg-type]
-        names=["rank 0", "rank 1"],
-        deadline_s=None,
+        names=list(names),
+        deadline_s=deadline_s,
         limit_s=2.0,
         end=lambda _: None,
     )
-    for runtime.time_s in (0.0, 1.0, 2.0):
+    for each in ended:
+        del call._pending[f"call of {each}"]
+    for _ in range(int(seconds / 0.25)):
         call._look()
-        assert not call._gone
-    runtime.time_s = 2.5
-    call._look()
-    assert (call._gone, call._reason) == ({1: Cause.HUNG}, "rank 1 hangs: sent no heartbeat for 2 s")
+        runtime.time_s += 0.25
+    assert set(call._gone.values()) <= {Cause.HUNG}
+    return {names[number] for number in call._gone}, call._reason
+
+
+def test_nothing_is_wrong_before_the_deadline() -> None:
+    assert looked(999, names="ab", deadline_s=1000, a=beat(num_done=1, waiting=True)) == (set(), "")
+
+
+def test_a_silent_device_is_hung_and_one_that_answers_is_not() -> None:
+    hung, reason = looked(10.5, names="abc", deadline_s=10, a=beat(), b=beat())
+    assert hung == {"c"} and reason.startswith("c hangs: 1 of 3 devices have not answered")
+
+
+def test_a_device_whose_call_has_ended_is_not_judged() -> None:
+    """All others wait for each other: an exchange is stuck."""
+    waiting = {"b": beat(num_done=5, waiting=True), "c": beat(num_done=4, waiting=True)}
+    hung, reason = looked(21, names="abc", deadline_s=10, ended="a", a=beat(), **waiting)
+    assert hung == set() and reason.startswith("an exchange hangs: no progress for 1")
+
+
+def test_a_device_without_heartbeats_is_hung_however_long_calls_may_last() -> None:
+    assert looked(2.25, names="ab", deadline_s=None, a=beat()) == (set(), "")
+    assert looked(2.75, names="ab", deadline_s=None, a=beat()) == ({"b"}, "b hangs: sent no heartbeat for 2 s")
