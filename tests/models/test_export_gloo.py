@@ -48,7 +48,7 @@ def _save_all(number: int, client: dist.Store, folder: Path) -> None:
 def _save(folder: Path, world: ProcessGroups) -> None:
     run = ModelConfig(path=str(folder / "first"), init="pretrained", dtype="bfloat16")
     model = sharded_model(AutoConfig.from_pretrained(folder / "first"), run=run, seed=0, world=world)
-    writer = CheckpointWriter(world.channels.control)
+    writer = CheckpointWriter(world.control)
     writer.begin(folder / "checkpoint", model, optimizer=make_optimizer(model, TrainConfig()))
     done = writer.finish()
     assert done is not None and not done.error, done

@@ -63,7 +63,7 @@ def _run(what: str, case: Case, world: ProcessGroups) -> Result:
     values = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         put(parameter, values[name].detach())
-    transport, kernel = DistributedTransport(world.channels.attend), pick_kernel("cpu")
+    transport, kernel = DistributedTransport(world.attend), pick_kernel("cpu")
     interpreter = Interpreter(transport=transport, kernel=kernel, model=model)
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
     with recorded_hidden(model) as hidden:
@@ -72,8 +72,8 @@ def _run(what: str, case: Case, world: ProcessGroups) -> Result:
     put_logits(logits, head_of(whole)(torch.cat(hidden)), program=program, case=case)
     parts = torch.nan_to_num(logits)
     loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
-    dist.all_reduce(parts, group=world.channels.control)
-    dist.all_reduce(loss, group=world.channels.control)
+    dist.all_reduce(parts, group=world.control)
+    dist.all_reduce(loss, group=world.control)
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     return Result(loss=float(loss), gradients=gradients, logits=parts)
 

@@ -18,7 +18,7 @@ from rayfcp.data.vision.processors import ImageTokenizer
 from rayfcp.execute.interpreter import IGNORED, BatchTokens, Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
-from rayfcp.execute.vision import VisionBatch, VisionLoader
+from rayfcp.execute.vision import BatchImages, VisionLoader
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import model_config
 from rayfcp.models.library import make_library_model
@@ -77,18 +77,22 @@ def by_library(
     return float(loss.detach()), {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
 
 
+Prepared = tuple[GlobalBatch, BatchImages, tuple[str, ...]]
+"""Batch, images and broken images, as `VisionLoader.prepare` returns them."""
+
+
 def run(
-    programs: list[RankProgram], prepared: list[VisionBatch], *, reader: TokenReader, model: Any
+    programs: list[RankProgram], prepared: list[Prepared], *, reader: TokenReader, model: Any
 ) -> tuple[float, Gradients]:
     """Mean loss, and gradients summed over ranks, each a thread."""
     models, fabric = [copy.deepcopy(model) for _ in programs], Fabric(len(programs))
-    sums, batch = [0.0] * len(programs), prepared[0].batch
+    sums, batch = [0.0] * len(programs), prepared[0][0]
 
     def work(rank: int) -> None:
         interpreter = Interpreter(
             transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=models[rank]
         )
-        tokens, images = BatchTokens(reader, batch), prepared[rank].images
+        tokens, images = BatchTokens(reader, batch), prepared[rank][1]
         done = interpreter.run(programs[rank], tokens, images=images, loss_scale=1.0 / batch.num_targets)
         sums[rank] = done.loss_sum
 
@@ -116,7 +120,7 @@ def programs_of(batch: GlobalBatch) -> list[RankProgram]:
     return list(lower(encoded_anywhere(case.plan(), sequences, seed=3), sequences))
 
 
-def prepare_all(loader: VisionLoader, programs: list[RankProgram], batch: GlobalBatch) -> list[VisionBatch]:
+def prepare_all(loader: VisionLoader, programs: list[RankProgram], batch: GlobalBatch) -> list[Prepared]:
     """Vision inputs of each rank, with broken rows summed over all."""
     flags: list[Tensor] = []
     for program in programs:
@@ -153,11 +157,11 @@ def test_a_row_with_a_broken_image_weighs_nothing(tmp_path: Path, qwen: ImageTok
     programs = programs_of(batch)
     loader = VisionLoader(reader, qwen.name, device=torch.device("cpu"))
     vision = prepare_all(loader, programs, batch)
-    assert [sample.num_targets == 0 for sample in vision[0].batch.samples] == [True, False, False]
-    assert vision[0].batch == vision[1].batch
-    names = [name for each in vision for name in each.broken]
+    assert [sample.num_targets == 0 for sample in vision[0][0].samples] == [True, False, False]
+    assert vision[0][0] == vision[1][0]
+    names = [name for *_, broken in vision for name in broken]
     assert len(names) == 1
-    tokens, targets = BatchTokens(reader, vision[0].batch).read(0, start=0, stop=9)
+    tokens, targets = BatchTokens(reader, vision[0][0]).read(0, start=0, stop=9)
     assert (targets == IGNORED).all()
     np.testing.assert_array_equal(tokens, reader.read(batch.samples[0], start=0, stop=9)[0])
     want = by_library(config, qwen, weights=model.model.state_dict(), rows=(1, 2))

@@ -95,12 +95,12 @@ def _run(run: Run, world: ProcessGroups) -> tuple[float, Gradients]:
     if run.gathered:
         keep_gathered(model)
     program = lower(run.plan, shown.sequences, reduce_every=run.batch.reduce_every)[world.position.rank]
-    transport = DistributedTransport(world.channels.attend)
+    transport = DistributedTransport(world.attend)
     interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=model)
     done = interpreter.run(program, shown, images=shown, loss_scale=1.0 / shown.num_targets)
     release(model)
     loss = torch.tensor(done.loss_sum / shown.num_targets, dtype=torch.float64)
-    dist.all_reduce(loss, group=world.channels.control)
+    dist.all_reduce(loss, group=world.control)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return float(loss), {name: parameter.grad.full_tensor().clone() for name, parameter in trained.items()}
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.bench.reprice import reprice
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import idle_passes_s, slowed
 from rayfcp.plan import CostModel, imbalance, lower_bound, plan_batch
-from rayfcp.plan.auto import reprice
 from rayfcp.plan.blocks.distributor import weights_of
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
 from rayfcp.program import lower

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.bench.reprice import reprice
 from rayfcp.cluster.controller.observing import own_seconds
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.images import ImageColumns, homes_of
 from rayfcp.plan import CostModel, imbalance, plan_batch
-from rayfcp.plan.auto import reprice
 from rayfcp.plan.imbalance import rank_loads
 from rayfcp.plan.vision.kernels.longest_first import ImageItems, longest_first
 from rayfcp.values import Block, ClusterSpec, EncoderShare, Images, InfeasiblePlanError, SequenceSpec
