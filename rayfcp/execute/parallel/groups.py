@@ -21,6 +21,10 @@ CONTROL_TIMEOUT_S = 86_400.0
 """Timeout of the control channel, on which devices wait for the slowest checkpoint writer: a timeout would break the
 channel for good, and an abort of the groups ends a wait in vain."""
 
+POINT_TO_POINT = ("attend", "pipe_forward", "pipe_backward")
+"""Channels that carry messages between two devices. NCCL opens each pair's connection, with buffers of its own, at the
+first message; the other channels run collectives only."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPosition:
@@ -174,16 +178,20 @@ def _make_channel(
             pg_options=backend_of(device).group_options(communication_sms=communication_sms),
         )
         if own in devices:
-            _warm(group, device)
+            _warm(group, device, messages=name in POINT_TO_POINT)
             joined = group
     return joined
 
 
-def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Open all connections now, so that none is opened lazily in the middle of a step."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+def _warm(group: dist.ProcessGroup, device: torch.device, *, messages: bool) -> None:
+    """Open all connections of collectives now, and those between any two devices if the group carries `messages`, so
+    that none is opened lazily in the middle of a step."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for hop in range(1, size):
+    one, all_of_them = torch.zeros(1, device=device), torch.zeros(size, device=device)
+    dist.all_reduce(one, group=group)  # each algorithm of NCCL has connections of its own
+    dist.all_gather_into_tensor(all_of_them, one, group=group)
+    dist.reduce_scatter_tensor(one, all_of_them, group=group)
+    for hop in range(1, size if messages else 1):
         swap(
             torch.zeros(1, device=device),
             torch.zeros(1, device=device),
