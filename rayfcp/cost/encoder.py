@@ -77,7 +77,7 @@ class EncoderCost:
         per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
         row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
         per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
-        held = patch_bytes(model, bytes_per_element=bytes_per_element)
+        kept_bytes, working_bytes = patch_bytes(model, bytes_per_element=bytes_per_element)
         return cls(
             s_per_patch=s_per_patch,
             s_per_pair=attention * vision.attention_flops_per_pair / attention_rate,
@@ -88,8 +88,8 @@ class EncoderCost:
             row_intra_s=row_bytes / hardware.intra_node_bandwidth,
             row_inter_s=row_bytes / inter_bandwidth(hardware),
             round_s=(1 + trained) * hardware.latency_s,
-            kept_tokens=held.kept / per_token,
-            working_tokens=held.working / per_token,
+            kept_tokens=kept_bytes / per_token,
+            working_tokens=working_bytes / per_token,
             frozen=vision.frozen,
             **_shards(vision, model.hidden_size, per=per, reduced=reduced),
         )
