@@ -1,10 +1,11 @@
 """Lowering: from a plan to one program per stage and rank.
 
 A batch passes through once: the layouts of all microbatches, the attention of all ranks in each kind of layers, the
-exchange of image features if any, and the instructions of each stage.
+exchange of image features if any, the instructions of each stage, and when stages post their sends.
 """
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rayfcp.plan.layout import layouts_of
@@ -26,6 +27,7 @@ from rayfcp.program.instructions import (
     Send,
     StageFlow,
 )
+from rayfcp.program.progress import hand_overs_stuck
 from rayfcp.values import (
     FULL,
     Action,
@@ -95,13 +97,7 @@ def lower(
         for stage in range(plan.num_stages)
         for rank in range(plan.num_ranks)
     )
-    return _with_sends_in_order(programs, plan) if plan.num_stages > 1 else programs
-
-
-def _with_sends_in_order(programs: tuple[RankProgram, ...], plan: BatchPlan) -> tuple[RankProgram, ...]:
-    from rayfcp.program.schedule import with_sends_in_order
-
-    return with_sends_in_order(programs, plan)
+    return _sends_in_order(programs, plan) if plan.num_stages > 1 else programs
 
 
 def stage_instructions(
@@ -346,3 +342,88 @@ def _check_rounds(group: Group, layout: Layout) -> None:
                     f"round {index}: a transfer touches ranks {sorted(touched)} of a {group.primitive.value} group, "
                     "which must have none; drop the transfer or make the group a ring"
                 )
+
+
+PassOrder = Mapping[tuple[int, Action], int]
+"""(stage, pass) -> position among the passes of all stages, by start."""
+
+FORWARD_SHARE = 1 / 3
+"""Share of a microbatch's seconds: a backward pass takes about two forward passes."""
+
+
+def _sends_in_order(programs: tuple[RankProgram, ...], plan: BatchPlan) -> tuple[RankProgram, ...]:
+    """The programs, with sends later where stages would otherwise wait for each other; unchanged where they do so
+    however sends are posted.
+
+    Channels between stages complete operations in the order in which they are posted. A stage that runs more than one
+    microbatch ahead may have sends posted before a receive that the next stage takes only later, while that stage waits
+    for something behind this receive. It cannot happen where all hand-overs of a channel follow one order of which that
+    of each stage is a part: the order in which their receivers reach them.
+    """
+    if hand_overs_stuck(programs[:: plan.num_ranks]) is None:
+        return programs
+    order = _pass_order(plan)
+    num_passes = sum(isinstance(item, Forward | Backward) for item in programs[0].instructions)
+    if len(order) < plan.num_stages * num_passes:
+        return programs
+    return tuple(
+        replace(each, instructions=_delayed(each.instructions, stage=each.stage, order=order)) for each in programs
+    )
+
+
+def _pass_order(plan: BatchPlan) -> PassOrder:
+    """The order of passes by start when every stage begins each as soon as it can, hand-overs taking no time.
+
+    Passes that would wait for each other forever are missing.
+    """
+    actions = [
+        [each for pipeline in plan.pipelines for each in pipeline.actions[stage]] for stage in range(plan.num_stages)
+    ]
+    place = {action: at for at, action in enumerate(actions[0])}
+    ends: dict[tuple[int, Action], float] = {}
+    order: dict[tuple[int, Action], int] = {}
+    at, free = [0] * plan.num_stages, [0.0] * plan.num_stages
+    while True:
+        ready = []
+        for stage, done in enumerate(at):
+            if done == len(actions[stage]):
+                continue
+            action = actions[stage][done]
+            source = stage + 1 if action.backward else stage - 1
+            came = ends.get((source, action)) if 0 <= source < plan.num_stages else 0.0
+            if came is not None:
+                ready.append((max(free[stage], came), place[action], stage))
+        if not ready:
+            return order
+        start, _, stage = min(ready)
+        action = actions[stage][at[stage]]
+        share = 1 - FORWARD_SHARE if action.backward else FORWARD_SHARE
+        free[stage] = ends[stage, action] = start + share * plan.microbatches[action.microbatch].predicted_s
+        order[stage, action] = len(order)
+        at[stage] += 1
+
+
+def _delayed(instructions: Sequence[Instruction], *, stage: int, order: PassOrder) -> tuple[Instruction, ...]:
+    """A stage's instructions with each send right behind the receives of its channel that come before it in `order`."""
+    held: dict[StageFlow, deque[Send]] = {flow: deque() for flow in StageFlow}
+    coming: dict[StageFlow, deque[int]] = {flow: deque() for flow in StageFlow}
+    for item in instructions:
+        if isinstance(item, Receive):
+            coming[item.flow].append(order[stage, _pass_of(item)])
+    found: list[Instruction] = []
+    for item in instructions:
+        if isinstance(item, Send):
+            held[item.flow].append(item)
+        else:
+            found.append(item)
+        if isinstance(item, Receive):
+            coming[item.flow].popleft()
+        for flow, sends in held.items():
+            while sends and (not coming[flow] or order[sends[0].stage, _pass_of(sends[0])] < coming[flow][0]):
+                found.append(sends.popleft())
+    return tuple(found)
+
+
+def _pass_of(item: Send | Receive) -> Action:
+    """The pass that needs what is handed over."""
+    return Action(microbatch=item.microbatch, backward=item.flow is StageFlow.GRADIENT)
