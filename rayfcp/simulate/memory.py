@@ -108,9 +108,9 @@ def _staged(passes: Iterator[_Pass], *, machine: Machine, program: RankProgram, 
         num_kv_heads=machine.model.num_kv_heads,
         kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(program.stage).kinds),
     )
-    held = held_bytes(program, stage)
+    peaks, left_bytes = held_bytes(program, stage)
     samples: list[Sample] = [(0.0, base_bytes)]
-    for each, peak, left in zip(passes, held.peak.tolist(), held.left.tolist(), strict=True):
+    for each, peak, left in zip(passes, peaks.tolist(), left_bytes.tolist(), strict=True):
         peak_s = each.start_s if isinstance(each.item, Backward) else each.stop_s
         samples.append((each.start_s, samples[-1][1]))
         samples += [(peak_s, base_bytes + peak), (each.stop_s, base_bytes + left)]

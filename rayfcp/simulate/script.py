@@ -140,7 +140,7 @@ class ScriptWriter:
         def one(number: int, recorded: bool) -> None:
             self._backward_layer(microbatch, number=number, recorded=recorded)
             if item.reduce:
-                self.reduce(machine.layer_parameters, after=reduced)
+                self.reduce(machine.model.layer_parameters, after=reduced)
 
         def again(number: int, recorded: bool) -> None:
             self._forward_layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
@@ -225,7 +225,7 @@ class ScriptWriter:
         return None if self.held or not parameters else self._collective(parameters * self.machine.bytes_per_element)
 
     def _gather_layer(self, parameters: int | None = None, *, kept: bool) -> int | None:
-        of_layer = self.machine.layer_parameters if parameters is None else parameters
+        of_layer = self.machine.model.layer_parameters if parameters is None else parameters
         return None if kept else self.gather(of_layer)
 
     def reduce(self, parameters: int, *, after: list[int]) -> None:
