@@ -28,6 +28,7 @@ from rayfcp.program.instructions import (
     StageFlow,
 )
 from rayfcp.program.progress import hand_overs_stuck
+from rayfcp.program.reshuffle import pieces_of
 from rayfcp.values import (
     FULL,
     Action,
@@ -73,7 +74,7 @@ def lower(
     of_stage = _kinds(plan, sequences, kinds_of_stage)
     attention = _attention(plan, layouts, sequences=sequences, kinds={each for own in of_stage for each in own})
     encodes = _encodes(plan, layouts, sequences)
-    loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
+    loads = [pieces_of(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash = plan.plan_hash
     programs = tuple(
         RankProgram(
@@ -199,14 +200,6 @@ def _encodes(plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[Seq
     from rayfcp.program.encoding import lower_encoding
 
     return lower_encoding(plan, layouts, sequences=sequences)
-
-
-def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
-    """The pieces that each rank loads."""
-    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    for block in layout.blocks:
-        pieces[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
-    return [tuple(each) for each in pieces]
 
 
 def _attention(
