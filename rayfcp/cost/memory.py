@@ -158,8 +158,9 @@ class LayerBytes:
     `whole`: everything that backward needs (`layer_token_bytes`); `kept`: the input, which a recomputed layer keeps;
     `kv`: keys and values, part of `whole`, which a recomputed layer keeps too where later slices need them;
     `kv_gradients`: their gradients, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
-    `working`: gradients of the MLP's inner activations of the one microbatch that computes; `buffers`: per token whose
-    keys and values travel, those of one round in use and one arriving, with their gradients.
+    `working`: gradients of the MLP's two inner activations, with experts of their inputs too, of the one microbatch
+    that computes; `buffers`: per token whose keys and values travel, those of one round in use and one arriving, with
+    their gradients.
     """
 
     whole: int
@@ -190,6 +191,7 @@ class LayerBytes:
 def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
     """`LayerBytes` of `model`."""
     e = bytes_per_element
+    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
     kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
     return LayerBytes(
         whole=layer_token_bytes(model, bytes_per_element=e),
@@ -197,7 +199,7 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
         kv=kv,
         kv_gradients=gradients,
         head=(FP32_BYTES + 2 * e) * model.hidden_size,
-        working=working_token_bytes(model, bytes_per_element=e),
+        working=e * (2 * model.active_ffn_size + routed),
         buffers=2 * (kv + gradients),
     )
 
@@ -250,9 +252,3 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     if model.has_experts:
         mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
     return norms + attention + mlp
-
-
-def working_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
-    """Bytes per token of the gradients of an MLP's two inner activations and, with experts, of their inputs."""
-    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
-    return bytes_per_element * (2 * model.active_ffn_size + routed)

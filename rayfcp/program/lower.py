@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import Needed, Order, Orders, lower_attention
+from rayfcp.program.encoding import lower_encoding
 from rayfcp.program.heads import lower_heads, slot_order
 from rayfcp.program.instructions import (
     AttentionProgram,
@@ -29,6 +30,7 @@ from rayfcp.program.instructions import (
 )
 from rayfcp.program.progress import hand_overs_stuck
 from rayfcp.program.reshuffle import pieces_of
+from rayfcp.program.windows import windowed
 from rayfcp.values import (
     FULL,
     Action,
@@ -73,7 +75,9 @@ def lower(
     _check_sequences(layouts, sequences)
     of_stage = _kinds(plan, sequences, kinds_of_stage)
     attention = _attention(plan, layouts, sequences=sequences, kinds={each for own in of_stage for each in own})
-    encodes = _encodes(plan, layouts, sequences)
+    encodes: list[tuple[Encode, ...]] = [()] * len(layouts)
+    if any(each.encoding for each in plan.microbatches):
+        encodes = lower_encoding(plan, layouts, sequences=sequences)
     loads = [pieces_of(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash = plan.plan_hash
     programs = tuple(
@@ -193,15 +197,6 @@ def _kinds(
     return found
 
 
-def _encodes(plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec]) -> list[tuple[Encode, ...]]:
-    """The `Encode` of each rank in each microbatch; empty where no images are encoded."""
-    if not any(each.encoding for each in plan.microbatches):
-        return [()] * len(layouts)
-    from rayfcp.program.encoding import lower_encoding
-
-    return lower_encoding(plan, layouts, sequences=sequences)
-
-
 def _attention(
     plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec], kinds: Collection[LayerKind]
 ) -> dict[LayerKind, list[Attention]]:
@@ -226,8 +221,6 @@ def _attention(
 def _cut(
     plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, kind: LayerKind
 ) -> Sequence[Layout]:
-    from rayfcp.program.windows import windowed
-
     uncut = {sequence.id for sequence in sequences if not kind.hides(sequence.num_tokens)}
     units = [
         _units(layout, microbatch, num_ranks=plan.num_ranks)
