@@ -77,9 +77,7 @@ class EncoderCost:
         per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
         layer, outer = vision.layer_parameters, vision.outer_parameters(model.hidden_size)
         traffic = ShardTraffic.of(vision.num_layers, layer=layer, outer=outer, per=per, kept=False)
-        shards = {"shard_s": traffic.forward_s, "exposed_s": traffic.exposed_s}  # a frozen encoder has no backward pass
-        if trained:
-            shards = traffic.fields(gathered=True, reduced=reduced)
+        frozen_shards = {"shard_s": traffic.forward_s, "exposed_s": traffic.exposed_s}  # no backward pass
         row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
         per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
         kept_bytes, working_bytes = patch_bytes(model, bytes_per_element=bytes_per_element)
@@ -96,7 +94,7 @@ class EncoderCost:
             kept_tokens=kept_bytes / per_token,
             working_tokens=working_bytes / per_token,
             frozen=vision.frozen,
-            **shards,
+            **(traffic.fields(gathered=True, reduced=reduced) if trained else frozen_shards),
         )
 
     def passes_s(self, num_patches: npt.ArrayLike) -> tuple[Floats, Floats]:

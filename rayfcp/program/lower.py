@@ -75,9 +75,7 @@ def lower(
     _check_sequences(layouts, sequences)
     of_stage = _kinds(plan, sequences, kinds_of_stage)
     attention = _attention(plan, layouts, sequences=sequences, kinds={each for own in of_stage for each in own})
-    encodes: list[tuple[Encode, ...]] = [()] * len(layouts)
-    if any(each.encoding for each in plan.microbatches):
-        encodes = lower_encoding(plan, layouts, sequences=sequences)
+    encodes = lower_encoding(plan, layouts, sequences=sequences)
     loads = [pieces_of(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash = plan.plan_hash
     programs = tuple(

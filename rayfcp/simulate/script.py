@@ -192,12 +192,13 @@ class ScriptWriter:
 
     def _layer(self, microbatch: int, *, number: int, recorded: bool, backward: bool = False) -> None:
         """A layer's linear work before attention, attention, and that after it; in backward the other way round."""
-        linear_s, share = self.machine.linear_s_per_token, self.machine.before_share
+        linear_s = self.machine.linear_s_per_token
+        first, second = self.machine.before_share, 1 - self.machine.before_share
         if backward:
-            linear_s, share = LINEAR_BACKWARD * linear_s, 1 - share
-        self.linear(microbatch, linear_s * share)
+            linear_s, first, second = LINEAR_BACKWARD * linear_s, second, first
+        self.linear(microbatch, linear_s * first)
         self.attend(number, recorded=recorded)
-        self.linear(microbatch, linear_s * (1 - share))
+        self.linear(microbatch, linear_s * second)
 
     def linear(self, microbatch: int, s_per_token: float) -> None:
         base_s = s_per_token * self.machine.hardware.linear_half_tokens
