@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
-from rayfcp.cost.placement import fastest_first, place_in, ranks_of_nodes
+from rayfcp.cost.placement import fastest_first, place_groups, ranks_of_nodes
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
 
@@ -209,7 +209,7 @@ def _named(
         for among in dict.fromkeys(drafts[number].among for number in numbers):
             here = [number for number in numbers if drafts[number].among == among]
             within = [[rank for rank in held if rank in among] for held in nodes] if among else nodes
-            placed = place_in([drafts[number].degree for number in here], within)
+            placed = place_groups([drafts[number].degree for number in here], within)
             for number, held in zip(here, placed, strict=True):
                 ranks[number] = held
     return ranks

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
+from jobs.reproduce.chunks import chunks_of
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
 from rayfcp.plan import CostModel
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes, pipeline_plan, run
 from rayfcp.program import lower

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cost.microbatches import chunk_bytes, chunks_of
+from jobs.reproduce.chunks import chunks_of
+from rayfcp.cost.microbatches import chunk_bytes
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.pipeline.schedule import order_of, peak_bytes
 from rayfcp.program import RankProgram, lower

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cost.microbatches import chunks_of
+from jobs.reproduce.chunks import chunks_of
 from rayfcp.plan.pipeline.chunks import (
     Chunked,
     ChunkWork,

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.reproduce.chunks import chunks_of
 from rayfcp.config.models import PipelineOptions, PlanConfig
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.pipeline.schedule import order_of, peak_bytes, run
 from rayfcp.program import lower
