@@ -24,7 +24,7 @@ from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.telemetry.summary import RunSummary, counted, number, percent, seconds, summarize
-from rayfcp.telemetry.trace import Trace, read_trace, timeline_chart
+from rayfcp.telemetry.trace import timeline_chart
 from rayfcp.values import StepReport
 
 
@@ -247,7 +247,7 @@ class RunFiles:
         self.events = read_events(folder / event_log.FILE)
         self.summary = _summary(self.reports, self.events)
         self.times = RankTimes.read(folder / rank_times.FILE, up_to=self.reports[-1].step)
-        self.trace = read_trace(folder / trace.FILE)
+        self.timeline = timeline_chart(folder / trace.FILE)
         self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
         self.last_write_s = steps.stat().st_mtime
 
@@ -337,7 +337,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         *(step_charts([DEVICES], steps, marks=marks) if len({each.world_size for each in steps}) > 1 else []),
         *rank_charts(run.times),
     ]
-    view, plans = timeline_chart(run.trace), plans_table(steps)
+    view, plans = run.timeline, plans_table(steps)
     note = "Legends show the last step, tiles the median or mean of all. Point at a chart to read a step."
     kinds = {kind for _, kind in marks}
     lines = {"recovery": "recoveries", "resize": "resizes"}
@@ -349,7 +349,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         f"<h2>Balance and devices</h2>{_charts(balance)}",
         f"<h2>Plans</h2>{plans}" if plans else "",
         f"<h2>Starts, losses and resizes</h2>{events_table(run.events)}" if run.events else "",
-        f"<h2>Time by rank</h2><p>{_trace_note(run.trace)}</p>{figure(view)}" if view else "",
+        f"<h2>Time by rank</h2><p>{_trace_note(view)}</p>{figure(view)}" if view else "",
     ]
 
 
@@ -357,8 +357,8 @@ def _charts(charts: Sequence[Chart]) -> str:
     return f'<div class="charts">{"".join(map(figure, charts))}</div>'
 
 
-def _trace_note(spans: Trace) -> str:
-    both = len({track.process for track in spans.tracks}) > 1
+def _trace_note(timeline: Chart) -> str:
+    both = len(timeline["groups"]) > 1
     which = "Predicted by the simulator (fixed costs at the load) beside measured" if both else "As measured"
     return f"{which}, in the last steps of the run. trace.json holds all of it, for https://ui.perfetto.dev."
 

@@ -48,15 +48,15 @@ def test_what_a_run_writes_beside_its_steps(trained: Config) -> None:
 
 
 def test_the_trace_has_what_was_foretold_beside_what_was_measured(trained: Config) -> None:
-    trace = read_trace(Path(trained.run_dir) / "trace.json")
-    assert [(track.process, track.name) for track in trace.tracks] == [
+    rows, names, marks = read_trace(Path(trained.run_dir) / "trace.json")
+    assert [(names[process, 0], names[process, thread]) for process, thread in rows] == [
         (process, f"rank {rank}") for process in ("predicted", "measured") for rank in (0, 1)
     ]
-    assert [name for name, _ in trace.marks] == [f"step {STEPS - 1}", f"step {STEPS}"]
-    for predicted, measured in zip(trace.tracks[:2], trace.tracks[2:], strict=True):
+    assert [name for name, _ in marks] == [f"step {STEPS - 1}", f"step {STEPS}"]
+    tracks = list(rows.values())
+    for predicted, measured in zip(tracks[:2], tracks[2:], strict=True):
         passes = [
-            [name for _, _, kind, name in track.events if kind in ("forward", "backward")]
-            for track in (predicted, measured)
+            [name for _, _, kind, name in spans if kind in ("forward", "backward")] for spans in (predicted, measured)
         ]
         assert passes[0] == passes[1] and passes[0]
 
