@@ -65,16 +65,15 @@ def baseline_charts(baseline: Baseline, *, marks: Sequence[Mark]) -> list[Chart]
     )
     names = (f"static baseline: {baseline.static}", f"this run: {baseline.own}")
     return [
-        over_steps(
-            "lines",
-            title,
-            note=note,
-            steps=[each.step for each in steps],
-            series=dict(zip(names, zip(*values, strict=True), strict=True)),
-            format=unit,
-            zero=True,
-            dots=True,
-            marks=marks,
-        )
+        {
+            "kind": "lines",
+            "title": title,
+            "note": note,
+            **over_steps([each.step for each in steps], dict(zip(names, zip(*values, strict=True), strict=True))),
+            "format": unit,
+            "zero": True,
+            "dots": True,
+            "marks": marks,
+        }
         for title, note, unit, values in (imbalance, time)
     ]
