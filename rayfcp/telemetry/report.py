@@ -98,7 +98,7 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
     """Return the tiles: loss, speed, balance, and interruptions. Medians leave out the first step."""
     balance = "(max − mean) / max over ranks"
     if baseline is not None:
-        balance = f"{baseline.static} on the same batches: {percent(baseline.before)}"
+        balance = f"{baseline.static} on the same batches: {percent(baseline.static_imbalance)}"
     starts = "one start" if history.num_starts == 1 else f"over {history.num_starts} starts"
     worlds = " → ".join(map(str, history.worlds))
     if len(history.worlds) > MAX_WORLDS:
