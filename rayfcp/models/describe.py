@@ -50,15 +50,16 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
+    if found.sub_configs and found.model_type not in VISION_FAMILIES:
+        field, value = ("path", config.path) if config.path else ("architecture.model_type", found.model_type)
+        raise ConfigError(
+            f"model.{field} is {value!r}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text "
+            f"runs, and images with {', '.join(VISION_FAMILIES)}; choose another model"
+        )
     # Families have default padding ids, which smaller vocabularies do not contain; packing needs none.
     text = text_of(found)
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
         text.pad_token_id = None
-    if found.sub_configs and found.model_type not in VISION_FAMILIES:
-        raise ConfigError(
-            f"model: {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text runs, and images with "
-            f"{', '.join(VISION_FAMILIES)}; choose another model"
-        )
     _check_runs(text)
     if vision_family(found) is not None:
         from rayfcp.models.vision import check_features
