@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.cost.stages import split_layers
+from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.interpreter import IGNORED
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model

@@ -14,8 +14,9 @@ from torch import Tensor
 from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, TokenReader
+from rayfcp.data.rows import IGNORED
 from rayfcp.data.vision.processors import ImageTokenizer
-from rayfcp.execute.interpreter import IGNORED, BatchTokens, Interpreter
+from rayfcp.execute.interpreter import BatchTokens, Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.execute.vision import BatchImages, VisionLoader
