@@ -61,10 +61,10 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
         text.pad_token_id = None
     _check_runs(text)
-    if vision_family(found) is not None:
-        from rayfcp.models.vision import check_features
-
-        check_features(found)
+    if found.model_type in VISION_FAMILIES:
+        layer = getattr(found, "vision_feature_layer", -1)
+        if layer != -1:
+            raise ConfigError(f"model: vision_feature_layer is {layer}, must be -1, the encoder's last; set it to -1")
         _check_dropout(found.vision_config)
     return found
 
@@ -75,10 +75,13 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
         ConfigError: More positions, stages or recomputed layers than the model has, or what does not run with a vision
             encoder.
     """
-    if vision_family(library) is not None:
-        from rayfcp.models.vision import check_layout
-
-        check_layout(library, config)
+    if library.model_type in VISION_FAMILIES:
+        for name in ("pipeline_stages", "tensor_parallel"):
+            if (value := getattr(config.cluster, name)) > 1:
+                raise ConfigError(
+                    f"cluster.{name} is {value}, must be 1 for {library.model_type}, which has a vision encoder; set "
+                    "it to 1, or choose a text model"
+                )
     elif config.model.freeze_vision:
         raise ConfigError(f"model.freeze_vision is true, {library.model_type} has no vision encoder; set it to false")
     text = text_of(library)
