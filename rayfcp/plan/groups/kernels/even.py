@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import inner, inner_with_arrays
+from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.cut import _packed
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
@@ -13,6 +14,7 @@ from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     SearchProblem,
+    _clear,
     _forget,
     _join,
     _open,
@@ -133,10 +135,9 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
         if packs.tokens[each] > 0.0:
             seconds[each] = _price(prices, packs.pairs[each], packs.tokens[each], way.degree, 0, 0.0)
     homes = np.empty(len(seconds), np.int64)
-    for number, pack in enumerate(np.argsort(-seconds, kind="mergesort")):
+    for number, pack in enumerate(descending(seconds)):
         homes[pack] = number // beside
-    state.owner[:] = -1
-    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, way.microbatches
+    _clear(problem, way.microbatches)
     for microbatch in range(way.microbatches):
         state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
         _open_pinned(problem, microbatch)

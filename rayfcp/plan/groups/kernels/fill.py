@@ -18,6 +18,7 @@ from rayfcp.plan.groups.kernels.state import (
     MOVES,
     SearchProblem,
     _beside_s,
+    _clear,
     _compact,
     _empty,
     _forget,
@@ -396,8 +397,7 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
     powers of two up to `node` (`Walk.node`), where that is better.
     """
     state = problem.state
-    state.owner[:] = -1
-    state.counts[GROUPS] = state.counts[MICROBATCHES] = 0
+    _clear(problem, 0)
     while True:
         left = np.flatnonzero(state.owner < 0)
         if len(left) == 0:

@@ -87,9 +87,7 @@ def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
                 state.counts[MICROBATCHES] = max(state.counts[MICROBATCHES], aim.other + 1)
                 continue
             spans[aim.one], spans[aim.other] = before
-        moves = state.counts[MOVES]
         _copy(saved, state)
-        state.counts[MOVES] = moves
     return total_s
 
 
@@ -292,9 +290,7 @@ def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
         if after_s < total_s * (1.0 - SLACK):
             total_s = after_s
         else:
-            moves = state.counts[MOVES]
             _copy(saved, state)
-            state.counts[MOVES] = moves
             for microbatch in range(count):
                 spans[microbatch] = before[microbatch]
     return total_s

@@ -72,16 +72,24 @@ def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
 
 
 def copied(state: GroupState) -> GroupState:
-    """A snapshot."""
+    """Snapshot for `load`."""
     return GroupState._make(column.copy() for column in state)
 
 
 def load(problem: SearchProblem, state: GroupState) -> None:
-    """Go on from a snapshot; what was spent stays spent."""
-    spent = problem.state.counts[MOVES]
+    """Restore a snapshot, but for the number of moves made."""
+    num_moves = problem.state.counts[MOVES]
     for column, saved in zip(problem.state, state, strict=True):
         column[:] = saved
-    problem.state.counts[MOVES] = spent
+    problem.state.counts[MOVES] = num_moves
+
+
+@inner
+def _clear(problem: SearchProblem, num_microbatches: int) -> None:
+    """Empty plan of so many microbatches."""
+    state = problem.state
+    state.owner[:] = -1
+    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, num_microbatches
 
 
 @inner
@@ -159,14 +167,13 @@ def _empty(problem: SearchProblem, group: int) -> None:
 
 @inner
 def _copy(source: GroupState, target: GroupState) -> None:
-    """Of groups, as many as were ever opened."""
+    """Copy a plan into another state, but for the number of moves made."""
     for at in range(len(source.owner)):
         target.owner[at] = source.owner[at]
     for microbatch in range(source.counts[MICROBATCHES] + 1):
         target.spare[microbatch] = source.spare[microbatch]
         target.pace[microbatch] = source.pace[microbatch]
-    for each in range(len(source.counts)):
-        target.counts[each] = source.counts[each]
+    target.counts[GROUPS], target.counts[MICROBATCHES] = source.counts[GROUPS], source.counts[MICROBATCHES]
     for group in range(source.counts[GROUPS]):
         target.home[group] = source.home[group]
         target.degree[group] = source.degree[group]
