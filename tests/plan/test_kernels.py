@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.groups.kernels.cut import _packed, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
+from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import _bottleneck
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
@@ -45,8 +45,8 @@ def entry(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(lambda *given: kernel(*given))  # noqa: PLW0108
 
 
-price, allocate, open_group, join, walk, bottleneck, packed, queue_of = map(
-    entry, (_price, _allocate, _open, _join, _walk, _bottleneck, _packed, _queue)
+price, allocate, open_group, join, fill, bottleneck, packed, queue_of = map(
+    entry, (_price, _allocate, _open, _join, _fill, _bottleneck, _packed, _queue)
 )
 
 
@@ -188,7 +188,7 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     state, batch, prices = held.state, held.batch, held.prices
     target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
     pool, node = data.draw(st.integers(0, num_ranks)), data.draw(st.sampled_from([0, num_ranks]))
-    walk(held, queue_of(held, np.arange(len(lengths))), 0, Walk(target_s, 0.0, pool, node))
+    fill(held, queue_of(held, np.arange(len(lengths))), Fill(0, 0, target_s, 0.0, pool, node))
     groups = [group for group in range(state.counts[0]) if state.degree[group]]
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
     assert (state.tokens[groups] <= state.degree[groups] * prices.max_tokens).all()

@@ -15,7 +15,7 @@ from rayfcp.plan.groups.kernels.state import (
     MICROBATCHES,
     SearchProblem,
     _clear,
-    _forget,
+    _close_from,
     _join,
     _open,
     _open_pinned,
@@ -58,9 +58,9 @@ def even(problem: SearchProblem, fewest: int, most: int) -> float:
                 way = Way(degree, count, by_length == 1)
                 if _spread(problem, way):
                     tried += 1 - by_length
-                    seconds = _settle(problem)
+                    seconds = _allocate_all(problem)
                     best, least_s = (way, seconds) if seconds < least_s else (best, least_s)
-    return _settle(problem) if best.degree and _spread(problem, best) else math.inf
+    return _allocate_all(problem) if best.degree and _spread(problem, best) else math.inf
 
 
 @inner_with_arrays
@@ -73,7 +73,7 @@ def _best_even(problem: SearchProblem, members: Ints, microbatch: int) -> tuple[
             seconds = _even_part(problem, members, microbatch, degree)
             if seconds < least_s:
                 best, least_s = degree, seconds
-            _forget(problem, first, microbatch)
+            _close_from(problem, first, microbatch)
     return best, least_s
 
 
@@ -151,7 +151,7 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
 
 
 @inner_with_arrays
-def _settle(problem: SearchProblem) -> float:
+def _allocate_all(problem: SearchProblem) -> float:
     """Give ranks to the slowest in each microbatch; returns the seconds of the batch."""
     spans = np.zeros(problem.state.counts[MICROBATCHES])
     for microbatch in range(len(spans)):

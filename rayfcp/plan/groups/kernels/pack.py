@@ -7,15 +7,15 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner_with_arrays
 from rayfcp.plan.groups.kernels.cut import _floors, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
-from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
+from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import split_rings
-from rayfcp.plan.groups.kernels.price import _pace_of, _price
+from rayfcp.plan.groups.kernels.price import SLACK, _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     SearchProblem,
     _clear,
-    _forget,
+    _close_from,
     _join,
     _open,
     _open_pinned,
@@ -66,7 +66,7 @@ def pack(problem: SearchProblem, part: Ints, factors: Floats) -> float:
         degree, even_s = _best_even(problem, members, microbatch)
         spans[microbatch] = _pack_one(problem, members, microbatch, floors[microbatch])
         if even_s < spans[microbatch]:
-            _forget(problem, first, microbatch)
+            _close_from(problem, first, microbatch)
             spans[microbatch] = _even_part(problem, members, microbatch, degree)
     if len(factors) == 0 and _sum_s(problem, spans) < np.inf:
         split_rings(problem, spans)
@@ -93,12 +93,12 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: f
     for walk in range(3):
         if least_s <= FIRST_ENOUGH * floor_s:
             break
-        _forget(problem, first, microbatch)
+        _close_from(problem, first, microbatch)
         problem.state.pace[microbatch] = pace
         limit_s = LIMIT * least_s
         last = walk
-        how = Walk(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks), 0)
-        if _walk(problem, queue, microbatch, how):
+        target_s, pool = factors[walk] * floor_s * (1.0 + SLACK), min(pools[walk], prices.num_ranks)
+        if _fill(problem, queue, Fill(microbatch, first, target_s, limit_s, pool, 0)):
             span_s = _allocate(problem, microbatch, first)
             if span_s < least_s:
                 best, least_s = walk, span_s
@@ -106,11 +106,12 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: f
             last = -1
     if best >= 0 and best == last:
         return least_s
-    _forget(problem, first, microbatch)
+    _close_from(problem, first, microbatch)
     if best < 0:
         return _one_ring(problem, members, microbatch)
     problem.state.pace[microbatch] = pace
-    _walk(problem, queue, microbatch, Walk(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks), 0))
+    target_s, pool = factors[best] * floor_s * (1.0 + SLACK), min(pools[best], prices.num_ranks)
+    _fill(problem, queue, Fill(microbatch, first, target_s, math.inf, pool, 0))
     return _allocate(problem, microbatch, first)
 
 
@@ -146,14 +147,14 @@ def _stage_one(problem: SearchProblem, members: Ints, microbatch: int, factors: 
         span_s = _bins(problem, members, microbatch, capacity)
         if span_s < least_s:
             best, least_s = capacity, span_s
-        _forget(problem, first, microbatch)
+        _close_from(problem, first, microbatch)
         if least_s <= enough_s:
             break
     if least_s > enough_s:
         ring_s = _one_ring(problem, members, microbatch)
         if ring_s <= least_s:
             return ring_s
-        _forget(problem, first, microbatch)
+        _close_from(problem, first, microbatch)
     return _bins(problem, members, microbatch, best)
 
 

@@ -153,7 +153,7 @@ def _reprice(problem: SearchProblem, group: int) -> None:
 
 
 @inner
-def _empty(problem: SearchProblem, group: int) -> None:
+def _close(problem: SearchProblem, group: int) -> None:
     """The group is no more, unless it is pinned; its ranks are spare."""
     state = problem.state
     if state.span_kind[group] < PINNED:
@@ -206,7 +206,7 @@ def _compact(problem: SearchProblem) -> None:
 
 
 @inner
-def _forget(problem: SearchProblem, first: int, microbatch: int) -> None:
+def _close_from(problem: SearchProblem, first: int, microbatch: int) -> None:
     """Undo all groups from `first` on."""
     state = problem.state
     for at in range(len(state.owner)):
@@ -288,8 +288,8 @@ def links_of(problem: SearchProblem) -> Links:
 
 
 @inner
-def _shift(problem: SearchProblem, links: Links, at: int, group: int) -> None:
-    """Move a sequence to another group; the seconds of both are the caller's (`_settle`)."""
+def _move(problem: SearchProblem, links: Links, at: int, group: int) -> None:
+    """Move a sequence to another group; the seconds of both are the caller's (`_reprice_or_close`)."""
     state, batch = problem.state, problem.batch
     source = state.owner[at]
     before, after = links.before[at], links.after[at]
@@ -311,10 +311,10 @@ def _shift(problem: SearchProblem, links: Links, at: int, group: int) -> None:
 
 
 @inner
-def _settle(problem: SearchProblem, links: Links, group: int) -> None:
+def _reprice_or_close(problem: SearchProblem, links: Links, group: int) -> None:
     """Its seconds anew; a group without sequences gives its ranks back."""
     state = problem.state
     if links.head[group] >= 0:
         _reprice(problem, group)
     elif state.home[group] >= 0:
-        _empty(problem, group)
+        _close(problem, group)
