@@ -50,10 +50,10 @@ def best_fit_decreasing(
     >>> best_fit_decreasing([9, 4, 3, 2, 1], capacity_tokens=5)
     [0, 1, 2, 2, 0]
     """
-    from rayfcp.plan.groups.kernels.cut import Bins, best_fit
+    from rayfcp.plan.groups.kernels.cut import best_fit
 
-    bins = Bins(float(capacity_tokens), len(lengths) if max_bins is None else max_bins)
-    owners: list[int] = best_fit(np.array(lengths, np.float64), bins).tolist()
+    most = len(lengths) if max_bins is None else max_bins
+    owners: list[int] = best_fit(np.array(lengths, np.float64), float(capacity_tokens), most).tolist()
     return owners if len(owners) == len(lengths) else None
 
 
