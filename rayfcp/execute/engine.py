@@ -116,10 +116,8 @@ class RankEngine:
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
         return Joined(
-            number=position.device,
             process_groups=len(groups.made) + 1,  # and the default group
             process_group_s=groups.seconds,
-            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         )
 
     def _interpreter(
@@ -230,8 +228,6 @@ class RankEngine:
             learning_rate=rate,
             step_s=time.perf_counter() - start_s,
             wait_s=done.wait_s + generation.wait.seconds if self._backend.info.is_host else math.nan,
-            bytes_sent=done.bytes_sent,
-            num_pairs=done.num_pairs,
             memory_bytes=self._backend.memory_bytes(self.device),
             gather_s=done.gather_s,
             spans=(*done.spans, update),
@@ -271,13 +267,8 @@ class RankEngine:
 
     def beat(self) -> Beat:
         """Progress within the step; any thread may call it."""
-        return Beat(
-            number=self.position.device,
-            step=self._progress.step,
-            num_done=self._progress.num_done,
-            waiting=self._progress.is_waiting,
-            memory_bytes=self._backend.memory_bytes(self.device),
-        )
+        progress = self._progress
+        return Beat(step=progress.step, num_done=progress.num_done, waiting=progress.is_waiting)
 
     @collective
     def begin_save(self, folder: str) -> None:

@@ -31,7 +31,7 @@ class LightEngine:
         self.copies, self.aborted = HeldCopies(), threading.Event()
 
     def beat(self) -> Beat:
-        return Beat(number=0, step=1, num_done=0, waiting=False, memory_bytes={})
+        return Beat(step=1, num_done=0, waiting=False)
 
     def abort(self) -> None:
         self.aborted.set()

@@ -47,8 +47,6 @@ def reports(groups: TimedGroups = GROUPS, *, host_waits: bool = True, traffic_s:
                 learning_rate=1.0,
                 step_s=sum(span.duration_s for span in spans) + rank,
                 wait_s=sum(waited),
-                bytes_sent=0,
-                num_pairs=0,
                 memory_bytes={},
                 gather_s=tuple(waited) if host_waits else (math.nan,) * len(waited),
                 spans=tuple(spans),

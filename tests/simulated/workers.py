@@ -162,7 +162,7 @@ class SimulatedWorker:
     def beat(self) -> Beat | None:
         if self._facts is None:
             return None
-        return Beat(number=self.number, step=self._step, num_done=self._done, waiting=self._waits, memory_bytes={})
+        return Beat(step=self._step, num_done=self._done, waiting=self._waits)
 
     def facts(self) -> DeviceFacts | None:
         return self._facts
@@ -221,7 +221,7 @@ class SimulatedWorker:
         self.shard = None if empty else states.first(self._behavior.size)[start:stop].copy()
         self.version = 0
         generation.members[number] = self
-        joined = Joined(number=number, process_groups=1, process_group_s=0.1, num_parameters=stop - start)
+        joined = Joined(process_groups=1, process_group_s=0.1)
         return self._meet("join", lambda: joined)
 
     def leave(self) -> Deferred:
@@ -490,8 +490,6 @@ class SimulatedWorker:
             learning_rate=1e-3,
             step_s=self.world.now_s - began_s,
             wait_s=self.world.now_s - began_s - own_s,
-            bytes_sent=0,
-            num_pairs=0.0,
             memory_bytes={},
             message_s=0.0,
             gather_s=(),
