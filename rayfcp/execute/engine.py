@@ -21,7 +21,7 @@ from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
-from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart, StepProgress
+from rayfcp.execute.reports import Beat, DeviceReport, Joined, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
@@ -165,7 +165,7 @@ class RankEngine:
         safe: StateId | None = None,
         on_copy: Callable[[ShardHeader], object] = lambda _: None,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
-    ) -> RankReport:
+    ) -> DeviceReport:
         """Forward, backward, reduction and update of one global batch.
 
         `snapshot`: name of a copy of the state after it; `on_copy` is called with its header (see `settle`). `safe`:
@@ -212,12 +212,12 @@ class RankEngine:
         update_s: tuple[float, float],
         start_s: float,
         broken: tuple[str, ...],
-    ) -> RankReport:
+    ) -> DeviceReport:
         loss, norm, rate = numbers
         generation, position, (first_s, last_s) = self.generation, self.position, update_s
         rank, stage = position.rank, position.stage
         update = Span(rank=rank, stage=stage, kind=SpanKind.UPDATE, label="update", start_s=first_s, stop_s=last_s)
-        return RankReport(
+        return DeviceReport(
             number=position.device,
             stage=stage,
             rank=rank,

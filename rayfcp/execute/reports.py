@@ -108,7 +108,7 @@ class SavedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class DeviceReport:
     """One step of device `number`. `loss` and `grad_norm` are global; if one is not finite, nothing was updated.
 
     `step_s` runs from the call to the end of the update. `wait_s` of it was spent waiting for other devices: for

@@ -11,7 +11,7 @@ from rayfcp.cluster.controller.stepping import RECORD, NumberGuard
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import Config
 from rayfcp.data import load_tokenizer
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import GlobalBatch, Sample
 from tests.cluster.runs import run_config, steps_of, write_texts
@@ -22,8 +22,8 @@ def batch_of(step: int) -> GlobalBatch:
     return GlobalBatch(step=step, epoch=0, samples=samples)
 
 
-def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> RankReport:
-    return RankReport(
+def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> DeviceReport:
+    return DeviceReport(
         number=0,
         stage=0,
         rank=0,

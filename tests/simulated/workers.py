@@ -14,9 +14,9 @@ from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
     Beat,
     CollectiveFailedError,
+    DeviceReport,
     FileSum,
     Joined,
-    RankReport,
     SavedPart,
     find_damage,
     sum_files,
@@ -464,7 +464,7 @@ class SimulatedWorker:
         with reading(header):
             return copies.pieces(header.state, header.number, wanted=[(states.NAME, states.KIND, box)])[0]
 
-    def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> RankReport:
+    def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> DeviceReport:
         assert self.shard is not None and self.generation is not None
         meeting = self.generation.meeting
         place, tensor_rank = divmod(self.number, meeting.cluster.tensor_parallel)
@@ -479,7 +479,7 @@ class SimulatedWorker:
         saved, self._saved = self._saved, None
         if saved is not None:
             self._saving = None
-        return RankReport(
+        return DeviceReport(
             number=self.number,
             stage=stage,
             rank=rank,
@@ -497,7 +497,7 @@ class SimulatedWorker:
             saved=saved,
         )
 
-    def _with_copies(self, report: RankReport) -> RankReport:
+    def _with_copies(self, report: DeviceReport) -> DeviceReport:
         from dataclasses import replace
 
         push = self._push

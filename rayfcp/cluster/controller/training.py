@@ -239,7 +239,7 @@ class Controller:
             try:
                 if not is_newer:
                     cluster_state.drop_copies()
-                    cluster_state.select(decision)
+                    cluster_state.worker_group.form(cluster_state.spec(decision), decision.devices)
                     resume.verify(cluster_state.worker_group)
                 break
             except RanksLostError as error:

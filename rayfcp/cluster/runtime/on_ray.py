@@ -48,7 +48,7 @@ call of `ray.wait` takes time in proportion to the references, so that one call 
 
 _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
     Role.CONTROLLER: ("controller.training", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
-    Role.WORKER: ("workers.worker", "RankWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
+    Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
     Role.STORE: ("recovery.replication", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 4}),
     Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
     Role.DECODER: (
@@ -69,7 +69,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayRuntime:
-    """The cluster that this process is connected to. `worker`: class of the devices' actors, `RankWorker` if None."""
+    """The cluster that this process is connected to. `worker`: class of the devices' actors, `DeviceWorker` if None."""
 
     def __init__(self, worker: type | None = None) -> None:
         self._worker = worker

@@ -117,10 +117,6 @@ class ClusterState:
             generation=self._newest_number + 1,
         )
 
-    def select(self, decision: Decision) -> None:
-        """Use the decision's devices, which have not joined yet; all others stand by."""
-        self.worker_group.form(self.spec(decision), decision.devices)
-
     def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> list[Joined]:
         """Join the decision's devices; those in use before have left or been aborted. `empty`: without weights, which
         will be filled."""
