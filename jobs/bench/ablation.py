@@ -137,12 +137,12 @@ def group_switches() -> dict[str, list[Patch]]:
     perturb, ruin = (getattr(importlib.import_module(PLANNER), name) for name in ("perturb", "ruin"))
     return {
         "fill in turn": [(PLANNER, "FORCED", math.inf), (PLANNER, "SCARCE", math.inf)],
-        "fill rounded to node": [(PLANNER, "fill_in_turn", lambda old: lambda world, _: old(world, 0))],
+        "fill rounded to node": [(PLANNER, "fill_in_turn", lambda old: lambda problem, **_: old(problem))],
         "pack cuts": [(search, "_pack_cuts", lambda _: none)],
         "even start": [(PLANNER, "even", lambda _: lambda *_, **__: math.inf)],
         "round starts": [(cuts, "rounds", lambda _: none)],
         "cuts by length": [(cuts, "_by_length", lambda _: none)],
-        "improve": [(PLANNER, "improve", lambda _: lambda world, _moves: total_s(world))],
+        "improve": [(PLANNER, "improve", lambda _: lambda problem, **_: total_s(problem))],
         "staged starts": [(PLANNER, "STAGED_CUTS", 0)],
         "perturb": [(PLANNER, "perturb", lambda _: ruin)],
         "ruin": [(PLANNER, "ruin", lambda _: perturb)],

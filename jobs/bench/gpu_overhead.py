@@ -26,7 +26,7 @@ from rayfcp.config import ConfigError
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import AttentionKernel, pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import LoneTransport
 from rayfcp.plan import model_profile
 
 try:
@@ -258,7 +258,7 @@ def _waits(parts: Parts, batch: AttentionBatch, *, kernel: AttentionKernel) -> t
     rows = rows_of(part, starts, device=batch.query.device)
     query, key, value = (each[rows].requires_grad_() for each in (batch.query, batch.key, batch.value))
     gradient = batch.gradient[rows]
-    transport = InProcessTransport(Fabric(1), 0)
+    transport = LoneTransport()
     context = AttentionContext(schedule=make_schedule(part.attention), transport=transport, kernel=kernel)
     with host_waits(batch.query.device) as waits:
         out = attention(query, key, value, context, scale=batch.scale)

@@ -21,8 +21,8 @@ from rayfcp.bench.request import BYTES
 from rayfcp.config import Config
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, state_bytes, token_bytes
+from rayfcp.data.rows import IGNORED
 from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.interpreter import IGNORED
 from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
 from rayfcp.execute.optimization import learning_rate, make_optimizer
 from rayfcp.models.build import Initializer, empty_model

@@ -33,7 +33,7 @@ from urllib.request import urlopen
 from clusters import BenchCluster
 
 from rayfcp.cluster.controller import reporting
-from rayfcp.cluster.controller.training import TrainingRun
+from rayfcp.cluster.controller.training import Controller
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
 from rayfcp.config import Config, load_config
@@ -168,7 +168,9 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     client.start()
     try:
         data_dir = prepared_data(config, log=lambda _: None)
-        TrainingRun(config, data_dir=data_dir, runtime=RayRuntime(), stopping=threading.Event()).execute()
+        outcome = Controller(config, data_dir, runtime=RayRuntime()).run()
+        if outcome.finished is None:
+            raise RuntimeError(outcome.trace or outcome.error)
     finally:
         ended.set()
         client.join()

@@ -7,9 +7,9 @@ import ray
 from faults import BEGAN, ENDED, Moments
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.workers.worker import RankWorker
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch
 
@@ -17,10 +17,10 @@ MOMENTS_DIR = "moments"
 """Beside the run's folder."""
 
 
-class TimedWorker(RankWorker):
+class TimedWorker(DeviceWorker):
     """Writes down when it begins and ends a step."""
 
-    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> RankReport:
+    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> DeviceReport:
         position = self._engine.position
         folder = Path(self._config.run_dir).parent / MOMENTS_DIR
         moments = Moments(folder, node_id=ray.get_runtime_context().get_node_id())
@@ -30,7 +30,7 @@ class TimedWorker(RankWorker):
         return report
 
 
-def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[RankWorker] = TimedWorker) -> None:
+def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[DeviceWorker] = TimedWorker) -> None:
     """Train to the last step, whatever happens on the way."""
     assert moments_dir.name == MOMENTS_DIR
     data = config.data.model_copy(update={"paths": (data_dir,), "format": "prepared"})

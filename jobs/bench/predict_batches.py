@@ -12,9 +12,11 @@ import numpy as np
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.data import TokenReader
+from rayfcp.data.rows import IGNORED
+from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.interpreter import IGNORED, BatchTokens, Tokens, TokenSource
-from rayfcp.execute.vision import ImageSource, Pixels
+from rayfcp.execute.interpreter import BatchTokens, Tokens, TokenSource
+from rayfcp.execute.vision import ImageSource
 from rayfcp.values import Images, SequenceSpec, VisionProfile
 
 BETWEEN = 6
@@ -133,14 +135,14 @@ class DrawnImages:
         self._sides = [list(_sides(each)) for each in sequences]
         self.pixels = functools.cache(self._pixels)
 
-    def _pixels(self, sequence: int, /, *, first: int, last: int) -> Pixels:
+    def _pixels(self, sequence: int, /, *, first: int, last: int) -> DecodedImages:
         draw = np.random.default_rng((self._seed, sequence, first))
         blank = [
             self._engine.generation.module.blank_images(1, side=side) for side in self._sides[sequence][first:last]
         ]
         shape = (sum(len(each.values) for each in blank), *blank[0].values.shape[1:])
         values = draw.standard_normal(shape, np.float32)
-        return Pixels(values=values, grids=np.concatenate([each.grids for each in blank]))
+        return DecodedImages(values=values, grids=np.concatenate([each.grids for each in blank]))
 
     def positions(self, _sequence: int, /, *, start: int, stop: int) -> Tokens:
         """Costs what any positions cost."""

@@ -6,7 +6,7 @@ from typing import Any
 from crossover import has_it
 from own_trainer import TimedWorker
 
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, StateId
 
@@ -18,7 +18,7 @@ class TakesTurns(TimedWorker):
 
     def step(
         self, program: RankProgram, batch: GlobalBatch, *, snapshot: StateId | None = None, **options: Any
-    ) -> RankReport:
+    ) -> DeviceReport:
         if has_it(batch.step, first=self.first):
             return super().step(program, batch, snapshot=snapshot, **options)
         report = super().step(program, batch, snapshot=None, **options)

@@ -18,9 +18,10 @@ import numpy as np
 from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, log, show, table, write_json
 
+from jobs.reproduce.chunks import chunks_of
 from rayfcp.compare.settings import settings_of
 from rayfcp.config.models import PipelineOptions
-from rayfcp.cost.microbatches import chunk_passes, chunks_of
+from rayfcp.cost.microbatches import chunk_passes
 
 PAPER: list[dict[str, Any]] = [
     {"lengths": "paper", "chunks": "balance time", "time": 5.9, "length": 35.2, "even": None, "count": None},

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.kernels.group_time import Terms
 from rayfcp.cost.model import CostModel
-from rayfcp.cost.placement import node_of_ranks, place_groups
+from rayfcp.cost.placement import node_of_ranks, place_groups, ranks_of_nodes
 from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import as_if_whole, counts
@@ -311,7 +311,7 @@ class _Search:
 def _crossing(degree: int, *, num_groups: int, cluster: ClusterSpec, cost: CostModel) -> list[bool]:
     """Whether the first, second, ... group of a microbatch spans nodes."""
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    placed = place_groups([degree] * num_groups, cluster=cluster, ranks_per_node=cost.ranks_per_node)
+    placed = place_groups([degree] * num_groups, ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node))
     return [len({nodes[rank] for rank in ranks}) > 1 for ranks in placed]
 
 

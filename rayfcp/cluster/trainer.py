@@ -18,7 +18,7 @@ from rayfcp.cluster.lock import check_free, check_writable
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import check_layout
-from rayfcp.cluster.workers.worker import RankWorker
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.data import PreparedManifest, cached_prepare, prepare, tokenizer_of
 from rayfcp.data.hub import locate
@@ -187,7 +187,7 @@ class FlexTrainer:
         *,
         run_config: "RunConfig | None" = None,
         scaling_config: "ScalingConfig | None" = None,
-        worker: type[RankWorker] = RankWorker,
+        worker: type[DeviceWorker] = DeviceWorker,
     ) -> None:
         config = config if isinstance(config, Config) else parse_config(config)
         config = _with_scaling(config, scaling_config) if scaling_config else config
@@ -268,14 +268,10 @@ def check_runnable(config: Config) -> None:
     """
     check_layout(config)
     check_loggers(config.metrics.loggers)
-    _check_model(config)
-
-
-def _check_model(config: Config) -> None:
-    """Check that tokenizer and model exist, can run, and fit. The tokenizer first: the model library imports slowly."""
     if config.model.path is not None:
         locate(config.model.path, key="model.path")  # the tokenizer may be the model's
     vocab_size = tokenizer_of(config.data).vocab_size
+    # Not before the tokenizer is checked: the model library imports slowly.
     from rayfcp.models.describe import check_limits
     from rayfcp.models.pretrained import check_weights
     from rayfcp.models.selfcheck import check_supported

@@ -4,13 +4,13 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayfcp.commands import CommandFailedError, add_config
-from rayfcp.config import ConfigError, load_config
+from rayfcp.config import ConfigError, config_of_keys, load_config
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.doctor.facts import Facts
+    from rayfcp.cluster.doctor.facts import Facts, NodeFacts
 
 USAGE = "rayfcp doctor [CONFIG [key=value ...]] [--address ADDRESS] [--json]"
 
@@ -40,33 +40,36 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: The user's input is wrong.
         CommandFailedError: A check fails.
     """
-    from rayfcp.cluster.doctor.checks import examine, is_well
+    from rayfcp.cluster.doctor.checks import examine
 
     findings = examine(_facts(arguments))
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
     else:
         sys.stdout.write("".join(f"{each}\n" for each in findings))
-    if not is_well(findings):
-        count = sum(each.verdict == "fail" for each in findings)
+    if count := sum(each.verdict == "fail" for each in findings):
         verb = "fails" if count == 1 else "fail"
         raise CommandFailedError(f"{count} of {len(findings)} checks {verb}; see their remedies")
 
 
 def _facts(arguments: argparse.Namespace) -> "Facts":
-    from rayfcp.cluster.doctor.facts import Facts, Needs, needs_of
-    from rayfcp.cluster.doctor.gather import access_facts, cluster_facts, machine_facts
+    from rayfcp.cluster.doctor.facts import Facts
+    from rayfcp.cluster.doctor.gather import access_facts, cluster_facts, local_paths, machine_facts, num_parameters
 
-    words = arguments.overrides
-    needs = needs_of(load_config(words[0], overrides=words[1:])) if words else Needs()
-    access = access_facts(needs)
-    if arguments.address is None:
-        node = machine_facts(device=needs.device, run_dir=needs.run_dir, paths=needs.paths)
-        return Facts(nodes=(node,), needs=needs, access=access)
-    if "://" in arguments.address:
+    words, address = arguments.overrides, arguments.address
+    config = load_config(words[0], overrides=words[1:]) if words else config_of_keys(())
+    asked: dict[str, Any] = {"device": config.cluster.device}
+    if words:
+        asked |= {"run_dir": config.run_dir, "paths": local_paths(config)}
+    cluster = None
+    if address is None:
+        nodes: tuple[NodeFacts, ...] = (machine_facts(**asked),)
+    elif "://" in address:
         raise ConfigError(
-            f"--address is {arguments.address!r}, must be auto or HOST:PORT, on a node of the cluster; from outside: "
-            f"ray job submit --address {arguments.address} --working-dir . -- python -m rayfcp doctor --address auto"
+            f"--address is {address!r}, must be auto or HOST:PORT, on a node of the cluster; from outside: "
+            f"ray job submit --address {address} --working-dir . -- python -m rayfcp doctor --address auto"
         )
-    nodes, cluster = cluster_facts(arguments.address, needs=needs)
-    return Facts(nodes=nodes, cluster=cluster, needs=needs, access=access)
+    else:
+        nodes, cluster = cluster_facts(address, asked=asked)
+    parameters = num_parameters(config) if words else None
+    return Facts(nodes=nodes, config=config, cluster=cluster, access=access_facts(config), num_parameters=parameters)

@@ -182,19 +182,12 @@ def _shards(
     gathered: bool,
     reduced: bool,
 ) -> dict[str, float]:
-    """Traffic of the stage that has most (`shard_traffic`); what is gathered or reduced once a step goes with the last
-    microbatch. Run-ahead of a single stage: no rank begins a layer before all have begun the one before and the layer's
-    parameters are there."""
+    """Traffic of the stage that has most (`shard_traffic`). Run-ahead of a single stage: no rank begins a layer before
+    all have begun the one before and the layer's parameters are there."""
     sizes = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
     stages = shard_traffic(model, hardware, layers_of_stage=layers_of_stage, **sizes)
     most = max(stages, key=lambda stage: stage.reduced_s)
-    gather_s = most.forward_s + gathered * most.backward_s
-    found = {
-        "shard_s": gathered * gather_s + reduced * most.reduced_s,
-        "reduce_s": (not gathered) * gather_s + (not reduced) * most.reduced_s,
-        "exposed_s": gathered * most.exposed_s + reduced * most.reduced_exposed_s,
-        "reduce_exposed_s": (not gathered) * most.exposed_s + (not reduced) * most.reduced_exposed_s,
-    }
+    found = most.fields(gathered=gathered, reduced=reduced)
     if len(layers_of_stage) > 1:
         return found
     gather_s, reduce_s = parameter_s(hardware, **sizes)
@@ -231,6 +224,17 @@ class ShardTraffic:
             backward_exposed_s=0.0 if kept else layer * gather_s,
             reduced_exposed_s=(outer + layer) * reduce_s,
         )
+
+    def fields(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
+        """Fields of `CostModel` where each microbatch gathers and reduces; what does so once a step goes with the last
+        one."""
+        gather_s = self.forward_s + gathered * self.backward_s
+        return {
+            "shard_s": gathered * gather_s + reduced * self.reduced_s,
+            "reduce_s": (not gathered) * gather_s + (not reduced) * self.reduced_s,
+            "exposed_s": gathered * self.exposed_s + reduced * self.reduced_exposed_s,
+            "reduce_exposed_s": (not gathered) * self.exposed_s + (not reduced) * self.reduced_exposed_s,
+        }
 
 
 def shard_traffic(

@@ -87,8 +87,7 @@ def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
     seconds and its first gathers, and once its last reductions.
     """
     encoder, speeds = cost.encoder, speeds_of(cluster)
-    images = ImageColumns.of(sequences)
-    if encoder is None or not len(images):
+    if encoder is None or not len(images := ImageColumns.of(sequences)):
         return 0.0, 0.0
     forward_s, backward_s = encoder.passes_s(images.patches)
     seconds = forward_s + backward_s

@@ -15,7 +15,7 @@ from rayfcp.cost.analytic import (
 )
 from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.memory import patch_bytes, token_bytes
-from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
+from rayfcp.values import HardwareProfile, ModelProfile
 from rayfcp.values.arrays import Floats
 
 
@@ -75,9 +75,12 @@ class EncoderCost:
         attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         s_per_patch = linear * vision.linear_flops_per_patch(model.hidden_size) / linear_rate
         per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
+        layer, outer = vision.layer_parameters, vision.outer_parameters(model.hidden_size)
+        traffic = ShardTraffic.of(vision.num_layers, layer=layer, outer=outer, per=per, kept=False)
+        frozen_shards = {"shard_s": traffic.forward_s, "exposed_s": traffic.exposed_s}  # no backward pass
         row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
         per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
-        held = patch_bytes(model, bytes_per_element=bytes_per_element)
+        kept_bytes, working_bytes = patch_bytes(model, bytes_per_element=bytes_per_element)
         return cls(
             s_per_patch=s_per_patch,
             s_per_pair=attention * vision.attention_flops_per_pair / attention_rate,
@@ -88,10 +91,10 @@ class EncoderCost:
             row_intra_s=row_bytes / hardware.intra_node_bandwidth,
             row_inter_s=row_bytes / inter_bandwidth(hardware),
             round_s=(1 + trained) * hardware.latency_s,
-            kept_tokens=held.kept / per_token,
-            working_tokens=held.working / per_token,
+            kept_tokens=kept_bytes / per_token,
+            working_tokens=working_bytes / per_token,
             frozen=vision.frozen,
-            **_shards(vision, model.hidden_size, per=per, reduced=reduced),
+            **(traffic.fields(gathered=True, reduced=reduced) if trained else frozen_shards),
         )
 
     def passes_s(self, num_patches: npt.ArrayLike) -> tuple[Floats, Floats]:
@@ -113,20 +116,6 @@ class EncoderCost:
         exposed_s = self.exposed_s + (self.reduce_exposed_s if last else 0.0)
         traffic_s = self.shard_s + (self.reduce_s if last else 0.0)
         return float(overlapped_s(computed_s, traffic_s, exposed_s, overlap)) + moved_s
-
-
-def _shards(vision: VisionProfile, token_size: int, *, per: tuple[float, float], reduced: bool) -> dict[str, float]:
-    """Traffic of the encoder's shards; a frozen one has no backward pass."""
-    layer, outer = vision.layer_parameters, vision.outer_parameters(token_size)
-    each = ShardTraffic.of(vision.num_layers, layer=layer, outer=outer, per=per, kept=False)
-    if vision.frozen:
-        return {"shard_s": each.forward_s, "exposed_s": each.exposed_s}
-    return {
-        "shard_s": each.forward_s + each.backward_s + reduced * each.reduced_s,
-        "exposed_s": each.exposed_s + reduced * each.reduced_exposed_s,
-        "reduce_s": (not reduced) * each.reduced_s,
-        "reduce_exposed_s": (not reduced) * each.reduced_exposed_s,
-    }
 
 
 def check_one_stage(name: str, *, num_stages: int) -> None:

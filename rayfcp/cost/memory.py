@@ -5,7 +5,7 @@ Planners, the ledger of programs, the simulator and plan checks count with these
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rayfcp.cost.stages import outer_parameters
 from rayfcp.values import InfeasiblePlanError, ModelProfile
@@ -37,6 +37,7 @@ def max_tokens_per_rank(
     recomputed_layers: int,
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"] = "microbatch",
 ) -> int:
     """Tokens that fit beside the model's states on each of `num_devices` that share them.
 
@@ -44,7 +45,11 @@ def max_tokens_per_rank(
         InfeasiblePlanError: the states alone, or with one token, pass `memory_bytes`.
     """
     fixed_bytes = state_bytes(
-        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+        model,
+        num_devices=num_devices,
+        bytes_per_element=bytes_per_element,
+        reduce_every=reduce_every,
+        gather_every=gather_every,
     )
     per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
     num_tokens = (memory_bytes - fixed_bytes) // per_token
@@ -58,38 +63,23 @@ def max_tokens_per_rank(
 
 
 def state_bytes(
-    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
+    model: ModelProfile,
+    *,
+    num_devices: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"] = "microbatch",
 ) -> int:
-    """Bytes on a device that do not depend on tokens.
-
-    Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole model
-    (`reduce_every="step"`) or of what is gathered (`"microbatch"`); the loss (`loss_bytes`); the same of a vision
-    encoder, and of a frozen one only what is needed to run it.
-    """
-    language = stage_state_bytes(
+    """`stage_state_bytes` of a device of a single stage."""
+    return stage_state_bytes(
         model,
         layers_of_stage=(model.num_layers,),
         stage=0,
         num_ranks=num_devices,
         bytes_per_element=bytes_per_element,
         reduce_every=reduce_every,
-        gather_every="microbatch",
+        gather_every=gather_every,
     )
-    vision = model.vision
-    if vision is None:
-        return language
-    passing = min(GATHERED_LAYERS, vision.num_layers) * vision.layer_parameters
-    passing += vision.outer_parameters(model.hidden_size)
-    whole = vision.num_parameters(model.hidden_size)
-    if vision.frozen:  # fp32 weights and what is gathered
-        return language - (-FP32_BYTES * whole // num_devices) + passing * bytes_per_element
-    unreduced = whole if reduce_every == "step" else passing
-    return language + _states(whole, num_devices, gathered=passing * bytes_per_element, unreduced=unreduced)
-
-
-def _states(whole: int, num_devices: int, *, gathered: int, unreduced: int) -> int:
-    """Bytes of the sharded states of `whole` parameters, `gathered` bytes of them and `unreduced` gradients."""
-    return -(-STATE_BYTES * whole // num_devices) + gathered + unreduced * FP32_BYTES
 
 
 def stage_state_bytes(
@@ -102,19 +92,41 @@ def stage_state_bytes(
     reduce_every: Literal["microbatch", "step"],
     gather_every: Literal["microbatch", "step"],
 ) -> int:
-    """`state_bytes` of a device of one of several stages, over whose `num_ranks` ranks its parameters are sharded.
+    """Bytes of a device of a stage that do not depend on tokens: states of its layers, sharded over `num_ranks`, and
+    the loss (`loss_bytes`) on the last stage; with a vision encoder also its states.
 
-    With `gather_every` step all its layers stay gathered. The embedding is on the first stage, head and logits
-    on the last; tied, both have the matrix.
+    The embedding is on the first stage, the head on the last; tied, both have the matrix.
     """
-    layers, last = layers_of_stage[stage], stage == len(layers_of_stage) - 1
     outer = outer_parameters(model, num_stages=len(layers_of_stage))[stage]
-    whole = layers * model.layer_parameters + outer
-    passing = min(GATHERED_LAYERS, layers) * model.layer_parameters + outer
-    gathered = whole if gather_every == "step" else passing
+    settings: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
+    settings |= {"reduce_every": reduce_every, "gather_every": gather_every}
+    found = _states(layers_of_stage[stage], model.layer_parameters, outer=outer, frozen=False, **settings)
+    if vision := model.vision:
+        outer = vision.outer_parameters(model.hidden_size)
+        found += _states(vision.num_layers, vision.layer_parameters, outer=outer, frozen=vision.frozen, **settings)
+    is_last = stage == len(layers_of_stage) - 1
+    return found + (loss_bytes(model, bytes_per_element=bytes_per_element) if is_last else 0)
+
+
+def _states(
+    layers: int,
+    layer: int,
+    *,
+    outer: int,
+    frozen: bool,
+    num_ranks: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"],
+) -> int:
+    """Sharded states of `layers` of `layer` parameters and `outer` beside them (`frozen`: fp32 weights alone); what is
+    gathered, two layers at a time or all through the step; unreduced fp32 gradients, of as much."""
+    whole, passing = layers * layer + outer, min(GATHERED_LAYERS, layers) * layer + outer
+    gathered = (whole if gather_every == "step" else passing) * bytes_per_element
+    if frozen:
+        return -(-FP32_BYTES * whole // num_ranks) + gathered
     unreduced = whole if reduce_every == "step" else passing
-    loss = loss_bytes(model, bytes_per_element=bytes_per_element) if last else 0
-    return _states(whole, num_ranks, gathered=gathered * bytes_per_element, unreduced=unreduced) + loss
+    return -(-STATE_BYTES * whole // num_ranks) + gathered + unreduced * FP32_BYTES
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
@@ -146,8 +158,9 @@ class LayerBytes:
     `whole`: everything that backward needs (`layer_token_bytes`); `kept`: the input, which a recomputed layer keeps;
     `kv`: keys and values, part of `whole`, which a recomputed layer keeps too where later slices need them;
     `kv_gradients`: their gradients, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
-    `working`: gradients of the MLP's inner activations of the one microbatch that computes; `buffers`: per token whose
-    keys and values travel, those of one round in use and one arriving, with their gradients.
+    `working`: gradients of the MLP's two inner activations, with experts of their inputs too, of the one microbatch
+    that computes; `buffers`: per token whose keys and values travel, those of one round in use and one arriving, with
+    their gradients.
     """
 
     whole: int
@@ -178,6 +191,7 @@ class LayerBytes:
 def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
     """`LayerBytes` of `model`."""
     e = bytes_per_element
+    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
     kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
     return LayerBytes(
         whole=layer_token_bytes(model, bytes_per_element=e),
@@ -185,7 +199,7 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
         kv=kv,
         kv_gradients=gradients,
         head=(FP32_BYTES + 2 * e) * model.hidden_size,
-        working=working_token_bytes(model, bytes_per_element=e),
+        working=e * (2 * model.active_ffn_size + routed),
         buffers=2 * (kv + gradients),
     )
 
@@ -202,16 +216,9 @@ def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_elemen
     return model.num_layers * each.layer(1, 1) - freed + each.computing(1, 1) + features
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchBytes:
-    """Bytes per patch that a vision encoder keeps from Encode to Backward, and needs beside while it computes."""
-
-    kept: int
-    working: int
-
-
-def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> PatchBytes:
-    """Bytes of `model.vision`, h wide, e bytes per element.
+def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> tuple[int, int]:
+    """Bytes per patch that `model.vision`, h wide, e bytes per element, keeps from Encode to Backward, and needs beside
+    while it computes.
 
     A layer saves inputs and outputs of two norms, 4 e h; queries, keys, values, the first two also after rotation, and
     outputs, 6 e h, and fp32 logsumexp, 4 H; of the MLP two inner activations, four where it is gated. A merger saves
@@ -223,9 +230,9 @@ def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> PatchBytes:
     layer += (4 if vision.gated else 2) * e * vision.ffn_size
     rows = vision.num_mergers * e * model.hidden_size // vision.merged_patches
     if vision.frozen:
-        return PatchBytes(kept=rows, working=layer)
+        return rows, layer
     mergers = vision.num_mergers * e * (2 * vision.hidden_size + 2 * vision.merger_size // vision.merged_patches)
-    return PatchBytes(kept=vision.num_layers * layer + mergers + rows, working=layer)
+    return vision.num_layers * layer + mergers + rows, layer
 
 
 def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
@@ -245,9 +252,3 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     if model.has_experts:
         mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
     return norms + attention + mlp
-
-
-def working_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
-    """Bytes per token of the gradients of an MLP's two inner activations and, with experts, of their inputs."""
-    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
-    return bytes_per_element * (2 * model.active_ffn_size + routed)

@@ -74,35 +74,6 @@ class Passes(NamedTuple):
         return self._replace(backward_s=np.maximum(self.backward_s - again_s, 0.0))
 
 
-def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, SequenceSpec]) -> Chunks:
-    """Columns of the microbatches of one pipeline, all their groups taken together."""
-    columns = np.zeros((len(Chunks._fields), len(microbatches)))
-    chunks = Chunks(*columns)
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    for at, microbatch in enumerate(microbatches):
-        spans = {each.sequence: (each.start, each.stop) for each in microbatch.slices}
-        for sequence in (by_id[each] for group in microbatch.groups for each in group.sequences):
-            start, stop = spans.get(sequence.id, (0, sequence.num_tokens))
-            earlier = pieces.setdefault(sequence.id, [])
-            _add(chunks, at, sequence, start=start, stop=stop, earlier=[size for _, size in earlier])
-            if stop < sequence.num_tokens:
-                chunks.kept[at] += stop - start
-            else:
-                chunks.finished[at] += start
-            earlier.append((at, stop - start))
-    return chunks
-
-
-def _add(chunks: Chunks, at: int, sequence: SequenceSpec, *, start: int, stop: int, earlier: Sequence[int]) -> None:
-    size = stop - start
-    chunks.tokens[at] += size
-    chunks.pairs[at] += sequence.block_pairs(start, stop)
-    chunks.sides[at] += sum(max(size, each) for each in earlier)
-    chunks.context[at] += start
-    chunks.longest[at] = max(chunks.longest[at], *earlier, 0)
-    chunks.earlier[at] += len(earlier)
-
-
 def chunk_passes(
     chunks: Chunks, *, cost: CostModel, degree: int, primitive: Primitive, crosses: bool | None = None
 ) -> Passes:

@@ -5,19 +5,13 @@ from collections.abc import Sequence
 from rayfcp.values import ClusterSpec
 
 
-def place_groups(degrees: Sequence[int], *, cluster: ClusterSpec, ranks_per_node: int) -> list[tuple[int, ...]]:
+def place_groups(degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Ranks of each group, ascending within a node; no rank twice.
 
-    `degrees` come largest first and sum to at most `cluster.num_ranks`. A group takes the lowest free
-    ranks of the node with the fewest free ranks that holds it; one that fits no node takes the emptiest nodes in turn.
-    Groups larger than every node come last, since they span nodes in any case. Without `cluster.node_of_rank`, a node
-    is `ranks_per_node` ranks in a row.
+    `degrees` come largest first and sum to at most the ranks of all nodes. A group takes the lowest free ranks of the
+    node with the fewest free ranks that holds it; one that fits no node takes the emptiest nodes in turn. Groups larger
+    than every node come last, since they span nodes in any case.
     """
-    return place_in(degrees, ranks_of_nodes(cluster, ranks_per_node=ranks_per_node))
-
-
-def place_in(degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """`place_groups` where the ranks of each node are known."""
     nodes = [list(ranks) for ranks in ranks_of_node]
     left = [len(ranks) for ranks in nodes]
     largest = max(left)

@@ -43,16 +43,6 @@ ProgressCall = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareJob:
-    """Settings shared by all splits. `fingerprint` is part of the shards' names, so that the shards of different
-    preparations never mix; those of the same one are equal byte for byte, whichever task writes them last."""
-
-    data: DataConfig
-    out_dir: str
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitResult:
     """Output of one split. `num_rows` includes bad rows; `named_bad_rows` count from the start of their piece."""
 
@@ -64,7 +54,6 @@ class SplitResult:
     named_bad_rows: tuple[BadRow, ...]
 
 
-_Run = Callable[[tuple[InputSplit, ...], PrepareJob], Iterator[SplitResult]]
 _SPLIT, _RESULT = TypeAdapter(InputSplit), TypeAdapter(SplitResult)
 
 
@@ -81,13 +70,13 @@ def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = N
     is_small = sum(work_bytes(file, has_images=data.processor is not None) for file in files) <= SMALL_BYTES
     # fsspec's memory file system is visible in this process alone.
     is_private = any(url.startswith("memory:") for url in (out_dir, *(file.url for file in files)))
-    run = _run_here if is_small or is_private else _run_on_ray
-    return _prepare(data, files=files, out_dir=out_dir, run=run, progress=progress)
+    on_ray = not (is_small or is_private)
+    return _prepare(data, files=files, out_dir=out_dir, on_ray=on_ray, progress=progress)
 
 
 def prepare_local(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """`prepare` in this process, without Ray, whatever the size."""
-    return _prepare(data, files=discover(data), out_dir=out_dir, run=_run_here, progress=progress)
+    return _prepare(data, files=discover(data), out_dir=out_dir, on_ray=False, progress=progress)
 
 
 def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
@@ -140,7 +129,7 @@ def _already_prepared(data: DataConfig) -> PreparedManifest | None:
 
 
 def _prepare(
-    data: DataConfig, *, files: tuple[InputFile, ...], out_dir: str, run: _Run, progress: ProgressCall | None
+    data: DataConfig, *, files: tuple[InputFile, ...], out_dir: str, on_ray: bool, progress: ProgressCall | None
 ) -> PreparedManifest:
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
@@ -156,51 +145,51 @@ def _prepare(
     if manifest is not None:
         _check_bad(manifest, data)
         return manifest
-    job = PrepareJob(data=data, out_dir=folder, fingerprint=fingerprint)
+    work = partial(prepare_split, data=data, out_dir=folder, fingerprint=fingerprint)
     splits = make_splits(files, has_images=data.processor is not None)
     results: list[SplitResult] = []
     done_bytes, total_bytes = 0, sum(split.num_bytes for split in splits)
-    for result in run(splits, job):
+    for result in _results_on_ray(splits, work) if on_ray else map(work, splits):
         results.append(result)
         done_bytes += splits[result.index].num_bytes
         if progress is not None:
             progress(done_bytes, total_bytes)
-    manifest = _merge(results, splits=splits, job=job)
+    manifest = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
     _check_bad(manifest, data)
     write_manifest(manifest)
     logger.info("prepared %s", manifest)
     return manifest
 
 
-def _run_here(splits: tuple[InputSplit, ...], job: PrepareJob) -> Iterator[SplitResult]:
-    return (prepare_split(split, job) for split in splits)
-
-
-def _run_on_ray(splits: tuple[InputSplit, ...], job: PrepareJob) -> Iterator[SplitResult]:
+def _results_on_ray(splits: tuple[InputSplit, ...], work: Callable[[InputSplit], SplitResult]) -> Iterator[SplitResult]:
     import ray.data
+
+    def run(item: dict[str, bytes]) -> dict[str, bytes]:
+        return {"result": _RESULT.dump_json(work(_SPLIT.validate_json(item["split"])))}
 
     # Rows of Ray Data are plain columns, so split and result travel as JSON.
     items = [{"split": _SPLIT.dump_json(split)} for split in splits]
-    work = ray.data.from_items(items, override_num_blocks=len(items))
-    done = work.map(partial(_run_item, job=job))
+    done = ray.data.from_items(items, override_num_blocks=len(items)).map(run)
     done.context.enable_progress_bars = False  # the command line shows its own
     return (_RESULT.validate_json(item["result"]) for item in done.iter_rows())
 
 
-def _run_item(item: dict[str, bytes], *, job: PrepareJob) -> dict[str, bytes]:
-    return {"result": _RESULT.dump_json(prepare_split(_SPLIT.validate_json(item["split"]), job))}
-
-
-def prepare_split(split: InputSplit, job: PrepareJob) -> SplitResult:
-    """Write the rows of a split to shards of `job.out_dir` and count the bad ones."""
+def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerprint: str) -> SplitResult:
+    """Write the rows of a split to shards of `out_dir` and count the bad ones. `fingerprint` is part of the shards'
+    names, so that the shards of different preparations never mix; those of the same one are equal byte for byte,
+    whichever task writes them last."""
     bad: Counter[str] = Counter()
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
-    prefix = f"shard-{job.fingerprint}-{split.index:05d}"
-    read = partial(
-        read_rows, tokenizer=tokenizer_of(job.data), text_column=job.data.text_column, media=_media_encoder(job.data)
-    )
-    with ShardWriter(job.out_dir, prefix=prefix, images=job.data.processor is not None) as writer:
+    prefix = f"shard-{fingerprint}-{split.index:05d}"
+    media: MediaEncoder | None = None
+    if data.processor is not None:
+        from rayfcp.data.vision.processors import load_processor
+        from rayfcp.data.vision.rows import RowEncoder
+
+        media = RowEncoder(load_processor(data.processor), data)
+    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, media=media)
+    with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in read(file)):
             if isinstance(row, TokenRow):
                 writer.add(row)
@@ -221,19 +210,12 @@ def prepare_split(split: InputSplit, job: PrepareJob) -> SplitResult:
     )
 
 
-def _media_encoder(data: DataConfig) -> MediaEncoder | None:
-    if data.processor is None:
-        return None
-    from rayfcp.data.vision.processors import load_processor
-    from rayfcp.data.vision.rows import RowEncoder
-
-    return RowEncoder(load_processor(data.processor), data)
-
-
-def _merge(results: list[SplitResult], *, splits: tuple[InputSplit, ...], job: PrepareJob) -> PreparedManifest:
+def _merged(
+    results: list[SplitResult], *, splits: tuple[InputSplit, ...], data: DataConfig, folder: str, fingerprint: str
+) -> PreparedManifest:
     """The manifest of all splits in the order of the files, whichever was done first."""
     ordered = sorted(results, key=lambda result: result.index)
-    tokenizer = tokenizer_of(job.data)
+    tokenizer = tokenizer_of(data)
     bad: Counter[str] = Counter()
     named = []
     rows_before = 0
@@ -244,8 +226,8 @@ def _merge(results: list[SplitResult], *, splits: tuple[InputSplit, ...], job: P
         rows_before += result.num_rows
         bad.update(result.bad_rows)
     return PreparedManifest(
-        folder=job.out_dir,
-        fingerprint=job.fingerprint,
+        folder=folder,
+        fingerprint=fingerprint,
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_vocab_size=tokenizer.vocab_size,

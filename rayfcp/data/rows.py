@@ -18,7 +18,7 @@ Lengths = npt.NDArray[np.integer]
 LongSequences = Literal["cut", "split", "drop"]
 
 IGNORED = -100
-"""Label of a position that is no target."""
+"""Label, and target, of a position that does not enter the loss."""
 MAX_TOKEN_ID = 2**31 - 1
 
 

@@ -1,6 +1,7 @@
 """Facts of elastic decisions: devices, losses, announced departures, and the limits of the run."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rayfcp.config import Config
@@ -27,21 +28,12 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A healthy device whose worker is ready since `ready_s`, in use or standing by. `place`: identity that a
-    replacement worker shares with a lost one; the node if empty."""
+    """A healthy device, in use or standing by. `place`: identity that a replacement worker shares with a lost one; the
+    node if empty."""
 
     id: str
     node_id: str
     place: str = ""
-    ready_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving:
-    """A node announced to be removed at `deadline_s`."""
-
-    node_id: str
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +120,8 @@ class Facts:
 
     `devices`: the healthy ones. `active`: devices of the generation by number, including lost ones, a multiple of its
     `num_stages` x tensor-parallel devices; empty before the first generation. `fits`: possible numbers of stages.
-    `starting_since_s`: for each worker that is not ready yet. `waiting_since_s`: None unless the run waits for devices.
-    `setbacks`: without `failure`.
+    `leaving`: nodes that will be removed, and when. `starting_since_s`: for each worker that is not ready yet.
+    `waiting_since_s`: None unless the run waits for devices. `setbacks`: without `failure`.
     """
 
     limits: Limits
@@ -137,29 +129,12 @@ class Facts:
     fits: tuple[Fit, ...] = (Fit(num_stages=1),)
     active: tuple[str, ...] = ()
     num_stages: int = 1
-    leaving: tuple[Leaving, ...] = ()
+    leaving: Mapping[str, float] = field(default_factory=dict)
     starting_since_s: tuple[float, ...] = ()
     losses: tuple[Loss, ...] = ()
     failure: Failure | None = None
     setbacks: Setbacks = Setbacks()
     waiting_since_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not any(fit.num_stages <= self.limits.num_stages for fit in self.fits):
-            raise ValueError(
-                f"fits is {self.fits}, must hold a number of stages up to limits.num_stages "
-                f"({self.limits.num_stages}); give one, or end the run since the model does not fit"
-            )
-        per_rank = self.num_stages * self.limits.tensor_parallel
-        if len(self.active) % per_rank:
-            raise ValueError(
-                f"active has {len(self.active)} devices, must have a multiple of num_stages x tensor_parallel "
-                f"({per_rank}); give all devices of the generation, including lost ones"
-            )
-        for name, ids in (("devices", [device.id for device in self.devices]), ("active", list(self.active))):
-            if len(set(ids)) != len(ids):
-                twice = next(each for each in ids if ids.count(each) > 1)
-                raise ValueError(f"{name} has {twice!r} {ids.count(twice)} times, must have it once; remove one")
 
     @property
     def lost(self) -> frozenset[str]:

@@ -75,10 +75,6 @@ class StoredSnapshots:
         return replace(self, stored={**self.stored, **gone}, safe=None if mine and gone else self.safe)
 
 
-NAMED = 3
-"""Incomplete states that a reason names."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCopy:
     """A complete copy of a shard, and the worker or snapshot store with it: `holder.pieces.remote(state, number,
@@ -119,14 +115,14 @@ def newest(held: Sequence[ShardCopy], *, up_to: int) -> RecoverableState:
             continue
         first = {each.header.number: each for each in reversed(copies)}
         count, only_stored = len(first), sum(each.is_store for each in first.values())
-        newer = f"; {_some(lacks)}" if lacks else ""
         return RecoverableState(
-            reason=f"{name} has all {count} shards in memory, {only_stored} of them only at snapshot stores{newer}",
+            reason=f"{name} has all {count} shards in memory, {only_stored} of them only at snapshot stores"
+            + "".join(f"; {lack}" for lack in lacks),
             state=state,
             copies=tuple(first[number] for number in range(count)),
             generation=generation,
         )
-    lack = f"no state in memory is complete: {_some(lacks)}" if lacks else "no state in memory: 0 copies are alive"
+    lack = f"no state in memory is complete: {'; '.join(lacks)}" if lacks else "no state in memory: 0 copies are alive"
     return RecoverableState(reason=lack, generation=generation)
 
 
@@ -139,8 +135,3 @@ def _lack(copies: Sequence[ShardCopy]) -> str | None:
     if not missing:
         return None
     return f"lacks shard{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {counts[0]}"
-
-
-def _some(lacks: Sequence[str]) -> str:
-    more = f", and {len(lacks) - NAMED} older ones are incomplete too" if len(lacks) > NAMED else ""
-    return "; ".join(lacks[:NAMED]) + more

@@ -129,7 +129,7 @@ def unstable_devices(facts: Facts, *, now_s: float) -> dict[str, float]:
         lost = [loss.at_s for loss in recent if loss.place == (device.place or device.node_id)]
         if device.id not in facts.active and len(lost) >= limits.flap_losses:
             calm_s = limits.flap_calm_s * 2.0 ** (len(lost) - limits.flap_losses)
-            left_s[device.id] = max(device.ready_s, *lost) + calm_s - now_s
+            left_s[device.id] = max(lost) + calm_s - now_s
     return {id: seconds for id, seconds in left_s.items() if seconds > 0}
 
 
@@ -181,8 +181,7 @@ def decide(facts: Facts, *, now_s: float) -> Decision:
         return Decision(what=Move.GIVE_UP, reason=why)
     if not facts.active or facts.failure is not None or facts.lost or facts.waiting_since_s is not None:
         return _reform(facts, now_s=now_s)
-    gone = {leaving.node_id for leaving in facts.leaving}
-    on_leave = [device for device in facts.devices if device.node_id in gone and device.id in facts.active]
+    on_leave = [device for device in facts.devices if device.node_id in facts.leaving and device.id in facts.active]
     if on_leave:
         return _leave(facts, on_leave, now_s=now_s)
     return _grow(facts, now_s=now_s)
@@ -216,8 +215,7 @@ def _reform(facts: Facts, *, now_s: float) -> Decision:
 
 def _leave(facts: Facts, on_leave: Sequence[Device], *, now_s: float) -> Decision:
     """Move off nodes that will be removed, without growing at the same time."""
-    nodes = {device.node_id for device in on_leave}
-    left_s = min(leaving.deadline_s for leaving in facts.leaving if leaving.node_id in nodes) - now_s
+    left_s = min(facts.leaving[device.node_id] for device in on_leave) - now_s
     situation = (
         f"{len(on_leave)} of {len(facts.active)} devices are on nodes to be removed, the first in {left_s:.0f} s"
     )
@@ -289,6 +287,5 @@ def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, situati
 
 def _staying(facts: Facts) -> list[Device]:
     """Devices that may be used: neither abandoned nor on a node that will be removed."""
-    gone = {leaving.node_id for leaving in facts.leaving}
     abandoned = facts.failure.lost if facts.failure is not None else ()
-    return [device for device in facts.devices if device.node_id not in gone and device.id not in abandoned]
+    return [device for device in facts.devices if device.node_id not in facts.leaving and device.id not in abandoned]

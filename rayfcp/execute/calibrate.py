@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.cost.fit import PartTimings, PassShape, Timing, pass_plan
+from rayfcp.data.rows import IGNORED
+from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.interpreter import IGNORED, Tokens
+from rayfcp.execute.interpreter import Tokens
 from rayfcp.execute.kernels import Pairs, pick_kernel
 from rayfcp.execute.parallel.membership import collective
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.vision import Pixels
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import Action, BatchPlan, ModelProfile, PipelinePlan
 
@@ -44,7 +45,7 @@ class _Blanks:
     def __init__(self, engine: RankEngine, *, side: int) -> None:
         self._engine, self._side = engine, side
 
-    def pixels(self, _sequence: int, *, first: int, last: int) -> Pixels:
+    def pixels(self, _sequence: int, *, first: int, last: int) -> DecodedImages:
         return self._engine.generation.module.blank_images(last - first, side=self._side)
 
     def positions(self, _sequence: int, *, start: int, stop: int) -> Tokens:

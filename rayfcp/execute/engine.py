@@ -22,7 +22,7 @@ from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
-from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart, StepProgress
+from rayfcp.execute.reports import Beat, DeviceReport, Joined, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
@@ -118,10 +118,8 @@ class RankEngine:
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
         return Joined(
-            number=position.device,
             process_groups=len(groups.made) + 1,  # and the default group
             process_group_s=groups.seconds,
-            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         )
 
     def _interpreter(
@@ -185,7 +183,7 @@ class RankEngine:
         safe: StateId | None = None,
         on_copy: Callable[[ShardHeader], object] = lambda _: None,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
-    ) -> RankReport:
+    ) -> DeviceReport:
         """Forward, backward, reduction and update of one global batch.
 
         `snapshot`: name of a copy of the state after it; `on_copy` is called with its header (see `settle`). `safe`:
@@ -235,12 +233,12 @@ class RankEngine:
         update_s: tuple[float, float],
         start_s: float,
         broken: tuple[str, ...],
-    ) -> RankReport:
+    ) -> DeviceReport:
         loss, norm, rate = numbers
         generation, position, (first_s, last_s) = self.generation, self.position, update_s
         rank, stage = position.rank, position.stage
         update = Span(rank=rank, stage=stage, kind=SpanKind.UPDATE, label="update", start_s=first_s, stop_s=last_s)
-        return RankReport(
+        return DeviceReport(
             number=position.device,
             stage=stage,
             rank=rank,
@@ -251,8 +249,6 @@ class RankEngine:
             learning_rate=rate,
             step_s=time.perf_counter() - start_s,
             wait_s=done.wait_s + generation.wait.seconds if self._backend.info.is_host else math.nan,
-            bytes_sent=done.bytes_sent,
-            num_pairs=done.num_pairs,
             memory_bytes=self._backend.memory_bytes(self.device),
             gather_s=done.gather_s,
             spans=(*done.spans, update),
@@ -292,13 +288,8 @@ class RankEngine:
 
     def beat(self) -> Beat:
         """Progress within the step; any thread may call it."""
-        return Beat(
-            number=self.position.device,
-            step=self._progress.step,
-            num_done=self._progress.num_done,
-            waiting=self._progress.is_waiting,
-            memory_bytes=self._backend.memory_bytes(self.device),
-        )
+        progress = self._progress
+        return Beat(step=progress.step, num_done=progress.num_done, waiting=progress.is_waiting)
 
     @collective
     def begin_save(self, folder: str) -> None:

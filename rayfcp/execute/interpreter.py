@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayfcp.data import TokenReader
+from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
@@ -25,9 +26,6 @@ from rayfcp.program import Backward, Encode, Forward, Free, Instruction, Load, R
 from rayfcp.values import GlobalBatch, Span, SpanKind
 
 Tokens = npt.NDArray[np.int64]
-
-IGNORED = -100
-"""Target id of tokens that do not enter the loss."""
 
 PADDING_TOKEN = 0
 

@@ -94,12 +94,10 @@ class DeviceLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """Facts about device `number` as a member of a generation."""
+    """Process groups that a device made for a generation, and the seconds that it took."""
 
-    number: int
     process_groups: int
     process_group_s: float
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,7 @@ class SavedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class DeviceReport:
     """One step of device `number`. `loss` and `grad_norm` are global; if one is not finite, nothing was updated.
 
     `step_s` runs from the call to the end of the update. `wait_s` of it was spent waiting for other devices: for
@@ -137,8 +135,6 @@ class RankReport:
     learning_rate: float
     step_s: float
     wait_s: float
-    bytes_sent: int
-    num_pairs: float
     memory_bytes: dict[str, int]
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
@@ -153,14 +149,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """Progress of device `number` in step `step`: `num_done` instructions of its program are done.
+    """Progress of a device in step `step`: `num_done` instructions of its program are done.
 
     `waiting`: its main thread waits for other devices; on accelerators, whose host does not wait for each exchange,
     only between the last backward pass and the update.
     """
 
-    number: int
     step: int
     num_done: int
     waiting: bool
-    memory_bytes: dict[str, int]

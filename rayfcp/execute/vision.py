@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.data import TokenReader
-from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange, RotaryPositions
+from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange, RotaryPositions, join_images
 from rayfcp.data.vision.processors import load_processor
 from rayfcp.execute.attention.reshuffle import to_loop, to_plan
 from rayfcp.execute.attention.schedule import rows_of
@@ -26,22 +26,10 @@ from rayfcp.program.instructions import wanted_images
 from rayfcp.values import GlobalBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pixels:
-    """Images as the library's processor makes them, one after the other.
-
-    `values`: `[patches, patch_values]` where images differ in size (Qwen3-VL), `[images, channels, height, width]`
-    where all are tiles (InternVL). `grids`: `[images, 2]`, height and width in patches.
-    """
-
-    values: npt.NDArray[np.float32]
-    grids: npt.NDArray[np.int64]
-
-
 class ImageSource(Protocol):
     """Images of the sequences of one global batch, and the rotary positions of its tokens."""
 
-    def pixels(self, sequence: int, /, *, first: int, last: int) -> Pixels:
+    def pixels(self, sequence: int, /, *, first: int, last: int) -> DecodedImages:
         """Images `[first, last)` of a sequence, counted over all its runs (`SequenceSpec.images`)."""
         ...
 
@@ -60,7 +48,7 @@ class PlacedFeatures:
     rows: Tensor
 
 
-def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
+def pixels_of(item: Encode, images: ImageSource | None) -> DecodedImages | None:
     """Pixels of the images that a rank encodes, in order; None if it encodes none."""
     if images is None:
         raise ValueError(
@@ -69,9 +57,7 @@ def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
     read = [images.pixels(each.sequence, first=each.first, last=each.last) for each in item.images]
     if not read:
         return None
-    return Pixels(
-        values=np.concatenate([each.values for each in read]), grids=np.concatenate([each.grids for each in read])
-    )
+    return join_images(read)
 
 
 def place_features(features: Tensor, item: Encode, *, transport: Transport, stats: AttentionStats) -> PlacedFeatures:
@@ -114,9 +100,8 @@ class BatchImages:
     ) -> None:
         self._batch, self._decoded, self._positions = batch, decoded, positions
 
-    def pixels(self, sequence: int, *, first: int, last: int) -> Pixels:
-        images = self._decoded[sequence, first, last]
-        return Pixels(values=images.values, grids=images.grids)
+    def pixels(self, sequence: int, *, first: int, last: int) -> DecodedImages:
+        return self._decoded[sequence, first, last]
 
     def positions(self, sequence: int, *, start: int, stop: int) -> npt.NDArray[np.int64]:
         return self._positions.of(self._batch.samples[sequence], start=start, stop=stop)

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rayfcp.config.models import ModelConfig
 from rayfcp.cost.stages import split_layers
 from rayfcp.execute.parallel.groups import ProcessGroups
-from rayfcp.execute.parallel.sharding import shard, stage_mesh
+from rayfcp.execute.parallel.sharding import local_shard, shard, stage_mesh
+from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import keywords_of, make_library_model, text_of, vision_family
-from rayfcp.models.pretrained import fill_pretrained
+from rayfcp.models.pretrained import fill_pretrained, read
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
 
@@ -57,7 +57,8 @@ class Initializer:
             fresh, target = self._draw(name, template), model.get_submodule(name)
             for own, value in fresh.named_parameters(recurse=False):
                 if f"{name}.{own}" in self._drawn and not only_buffers:
-                    put(getattr(target, own), value.detach())
+                    parameter = getattr(target, own)
+                    local_shard(parameter).copy_(read(value.detach(), own_box(parameter)))
             for own, buffer in fresh.named_buffers(recurse=False):
                 getattr(target, own).copy_(buffer)
             template.to("meta")
@@ -90,17 +91,6 @@ def _alone(module: nn.Module) -> nn.Module:
 def _innermost(name: str, families: Mapping[str, Any]) -> Any:
     """The innermost library model around a module."""
     return families[max((each for each in families if name == each or name.startswith(f"{each}.")), key=len)]
-
-
-@torch.no_grad()
-def put(parameter: Tensor, value: Tensor) -> None:
-    """Copy a whole value into a parameter, or this rank's part into a sharded one, without communication."""
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        part = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(value)
 
 
 def empty_model(

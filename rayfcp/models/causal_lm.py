@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
+from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.interpreter import IGNORED
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied

@@ -50,20 +50,21 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
+    if found.sub_configs and found.model_type not in VISION_FAMILIES:
+        field, value = ("path", config.path) if config.path else ("architecture.model_type", found.model_type)
+        raise ConfigError(
+            f"model.{field} is {value!r}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text "
+            f"runs, and images with {', '.join(VISION_FAMILIES)}; choose another model"
+        )
     # Families have default padding ids, which smaller vocabularies do not contain; packing needs none.
     text = text_of(found)
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
         text.pad_token_id = None
-    if found.sub_configs and found.model_type not in VISION_FAMILIES:
-        raise ConfigError(
-            f"model: {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text runs, and images with "
-            f"{', '.join(VISION_FAMILIES)}; choose another model"
-        )
     _check_runs(text)
-    if vision_family(found) is not None:
-        from rayfcp.models.vision import check_features
-
-        check_features(found)
+    if found.model_type in VISION_FAMILIES:
+        layer = getattr(found, "vision_feature_layer", -1)
+        if layer != -1:
+            raise ConfigError(f"model: vision_feature_layer is {layer}, must be -1, the encoder's last; set it to -1")
         _check_dropout(found.vision_config)
     return found
 
@@ -74,10 +75,13 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
         ConfigError: More positions, stages or recomputed layers than the model has, or what does not run with a vision
             encoder.
     """
-    if vision_family(library) is not None:
-        from rayfcp.models.vision import check_layout
-
-        check_layout(library, config)
+    if library.model_type in VISION_FAMILIES:
+        for name in ("pipeline_stages", "tensor_parallel"):
+            if (value := getattr(config.cluster, name)) > 1:
+                raise ConfigError(
+                    f"cluster.{name} is {value}, must be 1 for {library.model_type}, which has a vision encoder; set "
+                    "it to 1, or choose a text model"
+                )
     elif config.model.freeze_vision:
         raise ConfigError(f"model.freeze_vision is true, {library.model_type} has no vision encoder; set it to false")
     text = text_of(library)

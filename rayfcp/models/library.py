@@ -3,7 +3,13 @@
 import copy
 from typing import TYPE_CHECKING, Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.models.layers import layers_of_each_type, num_experts
@@ -35,12 +41,14 @@ def vision_family(config: PreTrainedConfig) -> "type[VisionFamily] | None":
 def make_library_model(config: PreTrainedConfig, *, attention: str | None = None, **keywords: Any) -> Any:
     """A model with a head for next tokens. `attention`: implementation in the language model, with which a vision
     encoder runs ours too; by default the library chooses."""
-    if config.model_type in VISION_FAMILIES:
-        from rayfcp.models.vision import make_vlm
+    auto: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    if attention is not None and config.model_type in VISION_FAMILIES:
+        from rayfcp.models.vision import IMPLEMENTATION
 
-        return make_vlm(config, attention=attention, **keywords)
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    return AutoModelForCausalLM.from_config(config, **chosen, **keywords)
+        keywords["attn_implementation"] = {"": attention, "text_config": attention, "vision_config": IMPLEMENTATION}
+    elif attention is not None:
+        keywords["attn_implementation"] = attention
+    return auto.from_config(config, **keywords)
 
 
 def make_language_model(text: PreTrainedConfig) -> Any:

@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.cost.stages import split_layers
+from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.interpreter import IGNORED
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import LoneTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.layers import kinds_of_layers
@@ -140,7 +140,7 @@ def _packed(
     shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), layer_kinds=layer_kinds)
     (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=_RECOMPUTED_LAYERS))
     (forward,) = (item for item in program.instructions if isinstance(item, Forward))
-    context = AttentionContext.of(forward, transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"))
+    context = AttentionContext.of(forward, transport=LoneTransport(), kernel=pick_kernel("cpu"))
     passed, targets = torch.cat(list(rows)), torch.cat([_shifted(row) for row in rows])
     axes = positions[-1].shape[:-1]
     where = torch.cat([each.expand(*axes, len(row)) for each, row in zip(positions, rows, strict=True)], dim=-1)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig
 
-from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import VisionConfig
+from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Pairs, pick_kernel
-from rayfcp.execute.vision import Pixels, PlacedFeatures
+from rayfcp.execute.vision import PlacedFeatures
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import FFN_SIZE, HEADS, VOCAB_SIZE, text_of
 from rayfcp.models.stages import Stage
@@ -101,14 +101,14 @@ class VisionFamily(ABC):
         self._vision, self._merge = library.config.vision_config, self._merge_of(library.config)
 
     @abstractmethod
-    def encode(self, pixels: Pixels, device: torch.device) -> Tensor:
+    def encode(self, pixels: DecodedImages, device: torch.device) -> Tensor:
         """Features `[tokens, num_mergers x hidden]` of images in their order; each attends to itself alone."""
 
-    def blank(self, count: int = 1, *, side: int = 0) -> Pixels:
+    def blank(self, count: int = 1, *, side: int = 0) -> DecodedImages:
         """`count` empty images of `side` x `side` patches, of the least size if it is 0."""
         side = side or self._merge
         values = np.zeros(self._pixels_shape(self._vision, count=count, side=side), np.float32)
-        return Pixels(values=values, grids=np.full((count, 2), side))
+        return DecodedImages(values=values, grids=np.full((count, 2), side))
 
     @classmethod
     @abstractmethod
@@ -203,7 +203,7 @@ class VisionFamily(ABC):
         ids[_BEFORE : _BEFORE + num_tokens] = config.image_token_id
         shape = cls._pixels_shape(config.vision_config, count=1, side=_EXAMPLE_SIDE)
         values = torch.randn(shape, generator=generator).numpy()
-        pixels = Pixels(values=values, grids=np.array([[_EXAMPLE_SIDE, _EXAMPLE_SIDE]]))
+        pixels = DecodedImages(values=values, grids=np.array([[_EXAMPLE_SIDE, _EXAMPLE_SIDE]]))
         return ImageExample(ids=ids, num_image_tokens=num_tokens, pixels=pixels)
 
 
@@ -220,7 +220,7 @@ class Qwen3VL(VisionFamily):
         self.modules = (self._visual,)
         self.layers = tuple(self._visual.blocks)
 
-    def encode(self, pixels: Pixels, device: torch.device) -> Tensor:
+    def encode(self, pixels: DecodedImages, device: torch.device) -> Tensor:
         frames = np.ones((len(pixels.grids), 1), np.int64)
         grids = torch.from_numpy(np.concatenate([frames, pixels.grids], axis=1))
         values = to_device(pixels.values, dtype=torch.float32, device=device)
@@ -299,7 +299,7 @@ class InternVL(VisionFamily):
         self.modules = (self._model.vision_tower, self._model.multi_modal_projector)
         self.layers = tuple(self._model.vision_tower.encoder.layer)
 
-    def encode(self, pixels: Pixels, device: torch.device) -> Tensor:
+    def encode(self, pixels: DecodedImages, device: torch.device) -> Tensor:
         values = to_device(pixels.values, dtype=torch.float32, device=device)
         features: Tensor = self._model.get_image_features(values, return_dict=True).pooler_output
         return features.flatten(0, 1).clone()  # FSDP's hooks do not accept a view
@@ -332,36 +332,6 @@ FAMILIES: dict[str, type[VisionFamily]] = {family.model_type: family for family 
 """By the family's `model_type`, those of `config.models.VISION_FAMILIES`."""
 
 
-def check_layout(library: PreTrainedConfig, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: The model would be split over stages or tensor-parallel devices.
-    """
-    for name in ("pipeline_stages", "tensor_parallel"):
-        if (value := getattr(config.cluster, name)) > 1:
-            raise ConfigError(
-                f"cluster.{name} is {value}, must be 1 for {library.model_type}, which has a vision encoder; set it to "
-                "1, or choose a text model"
-            )
-
-
-def check_features(config: PreTrainedConfig) -> None:
-    """
-    Raises:
-        ConfigError: The language model uses features of another layer than the encoder's last.
-    """
-    layer = getattr(config, "vision_feature_layer", -1)
-    if layer != -1:
-        raise ConfigError(f"model: vision_feature_layer is {layer}, must be -1, the encoder's last; set it to -1")
-
-
-def make_vlm(config: PreTrainedConfig, *, attention: str | None, **keywords: Any) -> Any:
-    """The library's model; see `library.make_library_model`."""
-    if attention is not None:
-        keywords["attn_implementation"] = {"": attention, "text_config": attention, "vision_config": IMPLEMENTATION}
-    return AutoModelForImageTextToText.from_config(config, **keywords)
-
-
 class VisionLM(CausalLM):
     """Wraps a `*ForConditionalGeneration`; parameters are the library's own, under `model`.
 
@@ -391,14 +361,14 @@ class VisionLM(CausalLM):
     def sharded_parts(self) -> list[nn.Module]:
         return [*self.encoder.layers, *super().sharded_parts]
 
-    def encode(self, pixels: Pixels | None) -> Tensor:
+    def encode(self, pixels: DecodedImages | None) -> Tensor:
         """Features of the images' tokens, `[tokens, num_mergers x hidden]`, without a graph where the encoder is
         frozen. None: those of a small blank image, which only put the encoder into the graph."""
         device = next(self.parameters()).device
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             return self.encoder.encode(pixels or self.encoder.blank(), device)
 
-    def blank_images(self, count: int, *, side: int) -> Pixels:
+    def blank_images(self, count: int, *, side: int) -> DecodedImages:
         return self.encoder.blank(count, side=side)
 
     def _decoder_inputs(self, inputs: Tensor, placed: PlacedFeatures | None) -> dict[str, Any]:
@@ -421,7 +391,7 @@ class ImageExample:
 
     ids: Tensor
     num_image_tokens: int
-    pixels: Pixels
+    pixels: DecodedImages
 
     @property
     def library_inputs(self) -> dict[str, Any]:

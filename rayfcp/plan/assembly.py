@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
-from rayfcp.cost.placement import fastest_first, place_in, ranks_of_nodes
+from rayfcp.cost.placement import fastest_first, place_groups, ranks_of_nodes
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
 
@@ -50,10 +50,10 @@ def best_fit_decreasing(
     >>> best_fit_decreasing([9, 4, 3, 2, 1], capacity_tokens=5)
     [0, 1, 2, 2, 0]
     """
-    from rayfcp.plan.groups.kernels.cut import Bins, best_fit
+    from rayfcp.plan.groups.kernels.cut import best_fit
 
-    bins = Bins(float(capacity_tokens), len(lengths) if max_bins is None else max_bins)
-    owners: list[int] = best_fit(np.array(lengths, np.float64), bins).tolist()
+    most = len(lengths) if max_bins is None else max_bins
+    owners: list[int] = best_fit(np.array(lengths, np.float64), float(capacity_tokens), most).tolist()
     return owners if len(owners) == len(lengths) else None
 
 
@@ -209,7 +209,7 @@ def _named(
         for among in dict.fromkeys(drafts[number].among for number in numbers):
             here = [number for number in numbers if drafts[number].among == among]
             within = [[rank for rank in held if rank in among] for held in nodes] if among else nodes
-            placed = place_in([drafts[number].degree for number in here], within)
+            placed = place_groups([drafts[number].degree for number in here], within)
             for number, held in zip(here, placed, strict=True):
                 ranks[number] = held
     return ranks

@@ -1,6 +1,6 @@
 """Programs of ranks: instructions, lowering of plans, printing, and the progress check that runs before dispatch."""
 
-from rayfcp.program.heads import exchange_rounds, head_rounds, rounds_of, spans
+from rayfcp.program.heads import exchange_rounds, head_rounds, spans
 from rayfcp.program.instructions import (
     Attend,
     Attends,
@@ -64,7 +64,6 @@ __all__ = [
     "head_rounds",
     "lower",
     "lower_reshuffle",
-    "rounds_of",
     "spans",
     "to_text",
 ]

@@ -8,7 +8,6 @@ keys that arrived, then on own ones. Ranks whose loads are balanced then go thro
 waits for another that has more to do in one phase (`rayfcp.cost.kernels.flow` predicts the same).
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -232,52 +231,25 @@ def paced(brought: Sequence[Brought], own: Attends, *, num_phases: int) -> list[
     into a smaller one of the first queries, these on the last keys, and the square of the rest.
     """
     total = own.num_pairs + sum(each.attends.num_pairs for each in brought)
-    queue = _Queue(brought)
-    rest = rows_of(own)[::-1]
+    end = num_phases - 1
+    arrived = [(row, each.first, min(each.due, end)) for each in brought for row in rows_of(each.attends)]
+    queues = [arrived[::-1], [(row, 0, end) for row in rows_of(own)][::-1]]  # the next one last
     phases, done = [], 0
     for phase in range(num_phases):
-        last = phase + 1 == num_phases
-        taken, left = queue.take(phase, pairs=phase_share(total, phase, num_phases, done), last=last)
-        taken += first_pairs(rest, pairs=math.inf if last else left)
+        taken: list[Row] = []
+        left = phase_share(total, phase, num_phases, done)
+        for queue in queues:
+            while queue and queue[-1][1] <= phase:
+                row, first, due = queue.pop()
+                here, later = (row, ()) if phase >= due else _cut(row, int(left))
+                queue += [(each, first, due) for each in later]
+                if here is None:
+                    break
+                taken.append(here)
+                left -= pairs_of_row(here)
         done += sum(map(pairs_of_row, taken))
         phases.append(Attends(np.array(taken, np.int64).reshape(-1, 6)))
     return phases
-
-
-def first_pairs(rows: list[Row], *, pairs: float) -> list[Row]:
-    """Take about the first `pairs` of `rows`, which are in reverse order."""
-    taken: list[Row] = []
-    while rows and pairs > 0:
-        row = rows.pop()
-        here, later = (row, ()) if pairs == math.inf else _cut(row, int(pairs))
-        rows += later
-        if here is None:
-            break
-        taken.append(here)
-        pairs -= pairs_of_row(here)
-    return taken
-
-
-class _Queue:
-    """Attends on keys that arrived, first come, first served."""
-
-    def __init__(self, brought: Sequence[Brought]) -> None:
-        self._rows = [(row, each.first, each.due) for each in brought for row in rows_of(each.attends)]
-        self._rows.reverse()
-
-    def take(self, phase: int, *, pairs: float, last: bool) -> tuple[list[Row], float]:
-        """Attends of this phase, and the pairs that it has left."""
-        taken: list[Row] = []
-        left = pairs
-        while self._rows and self._rows[-1][1] <= phase:
-            row, first, due = self._rows.pop()
-            here, later = (row, ()) if last or phase >= due else _cut(row, int(left))
-            self._rows += [(each, first, due) for each in later]
-            if here is None:
-                break
-            taken.append(here)
-            left -= pairs_of_row(here)
-        return taken, left
 
 
 def rows_of(attends: Attends) -> list[Row]:

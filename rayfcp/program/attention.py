@@ -24,7 +24,6 @@ receive from several ranks.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rayfcp.program.attends import Brought, Queries, SlotBlocks, block_columns, paced
 from rayfcp.program.instructions import (
@@ -39,10 +38,8 @@ from rayfcp.program.instructions import (
     Range,
     merged,
 )
+from rayfcp.program.windows import WindowedQueries
 from rayfcp.values import FULL, Block, LayerKind, Layout, Pacing, Transfer
-
-if TYPE_CHECKING:
-    from rayfcp.program.windows import WindowedQueries
 
 Order = Mapping[tuple[int, int], int]
 """Row of a slot 0 at which each block, named by (sequence, start), begins."""
@@ -93,7 +90,8 @@ def lower_attention(
                 _add_transfer(ranks, transfer, part=part, sets=sets, index=index // coalesce)
     for rank in ranks:
         held = rank.slots[0].held
-        _add_attends(rank, _queries(held, kind), pacing, num_phases=num_stages + 1)
+        queries = Queries(held) if kind == FULL else WindowedQueries(held, kind)
+        _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
         _add_gradients(ranks, number, hold=hold)
     context = _context_slots(layout, num_ranks=num_ranks, earlier=earlier or {}) if layout.context else None
@@ -107,14 +105,6 @@ def lower_attention(
         )
         for number, rank in enumerate(ranks)
     )
-
-
-def _queries(own: SlotBlocks, kind: LayerKind) -> "Queries | WindowedQueries":
-    if kind == FULL:
-        return Queries(own)
-    from rayfcp.program.windows import WindowedQueries
-
-    return WindowedQueries(own, kind)
 
 
 class _RoundDrafts:
@@ -333,7 +323,7 @@ def _held_in(source: _RankDraft, transfer: Transfer, *, part: BlockSet, sets: _B
 
 
 def _add_attends(
-    rank: _RankDraft, queries: "Queries | WindowedQueries", pacing: Pacing | None, *, num_phases: int
+    rank: _RankDraft, queries: Queries | WindowedQueries, pacing: Pacing | None, *, num_phases: int
 ) -> None:
     within = queries.within() if rank.slots[0].held.blocks else _PADDING
     phases = (
@@ -344,7 +334,7 @@ def _add_attends(
             rank.forward.attends[index] = rank.backward.attends[index] = each
 
 
-def _one_by_one(rank: _RankDraft, queries: "Queries | WindowedQueries", within: Attends) -> list[Attends]:
+def _one_by_one(rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends) -> list[Attends]:
     """Keys that are there from the start, then those that each round brought."""
     brought: list[list[tuple[int, SlotBlocks]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
     for number, slot in enumerate(rank.slots[1:], start=1):
@@ -353,7 +343,7 @@ def _one_by_one(rank: _RankDraft, queries: "Queries | WindowedQueries", within: 
 
 
 def _paced(
-    rank: _RankDraft, queries: "Queries | WindowedQueries", within: Attends, pacing: Pacing, *, num_phases: int
+    rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends, pacing: Pacing, *, num_phases: int
 ) -> list[Attends]:
     brought = [
         Brought(

@@ -24,6 +24,8 @@ def lower_encoding(
         ValueError: the plan has several stages; a share names images that the sequences do not have, or a microbatch
             encodes others than those of its tokens (`lower_reshuffle`).
     """
+    if not any(each.encoding for each in plan.microbatches):
+        return [()] * len(layouts)
     if plan.num_stages > 1:
         raise ValueError(
             f"plan has {plan.num_stages} stages and encodes images, must have 1; plan with cluster.pipeline_stages=1"

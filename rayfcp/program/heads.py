@@ -122,13 +122,6 @@ def with_peers(program: AttentionProgram, peers: Mapping[int, int] | Sequence[in
     return replace(program, forward=forward, backward=backward)
 
 
-def rounds_of(program: AttentionProgram | HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
-    """The rounds of a pass, exchanges included."""
-    if isinstance(program, HeadProgram):
-        return head_rounds(program, rank=rank, backward=backward)
-    return program.backward if backward else program.forward
-
-
 def head_rounds(program: HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
     """The rounds of a rank: one exchange, the attention's rounds, the other exchange.
 

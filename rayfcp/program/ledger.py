@@ -32,16 +32,8 @@ class Stage:
     kinds: tuple[LayerKind, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes:
-    """Bytes that depend on tokens: `peak[i]` in the i-th pass of a program, `left[i]` after it."""
-
-    peak: Ints
-    left: Ints
-
-
-def held_bytes(program: RankProgram, stage: Stage) -> HeldBytes:
-    """Bytes of all passes of a program.
+def held_bytes(program: RankProgram, stage: Stage) -> tuple[Ints, Ints]:
+    """Bytes that depend on tokens: the peak in each pass of a program, and what is left after it.
 
     A layer keeps all that backward needs; recomputed layers, the first ones, keep their input and the keys and values
     that later slices need. Backward frees layer by layer, so that a recomputed layer adds to the total only where all
@@ -66,7 +58,7 @@ def held_bytes(program: RankProgram, stage: Stage) -> HeldBytes:
     pass_bytes(codes, held, 0, np.ones(len(kept), np.int64), peak)
     at = np.where(codes < 0, -1 - codes, codes)
     left = peak - working[at] - (codes < 0) * (again + kept + summed)[at]
-    return HeldBytes(peak=peak.astype(np.int64), left=left.astype(np.int64))
+    return peak.astype(np.int64), left.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

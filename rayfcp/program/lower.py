@@ -1,14 +1,16 @@
 """Lowering: from a plan to one program per stage and rank.
 
 A batch passes through once: the layouts of all microbatches, the attention of all ranks in each kind of layers, the
-exchange of image features if any, and the instructions of each stage.
+exchange of image features if any, the instructions of each stage, and when stages post their sends.
 """
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import Needed, Order, Orders, lower_attention
+from rayfcp.program.encoding import lower_encoding
 from rayfcp.program.heads import lower_heads, slot_order
 from rayfcp.program.instructions import (
     AttentionProgram,
@@ -26,6 +28,9 @@ from rayfcp.program.instructions import (
     Send,
     StageFlow,
 )
+from rayfcp.program.progress import hand_overs_stuck
+from rayfcp.program.reshuffle import pieces_of
+from rayfcp.program.windows import windowed
 from rayfcp.values import (
     FULL,
     Action,
@@ -70,8 +75,8 @@ def lower(
     _check_sequences(layouts, sequences)
     of_stage = _kinds(plan, sequences, kinds_of_stage)
     attention = _attention(plan, layouts, sequences=sequences, kinds={each for own in of_stage for each in own})
-    encodes = _encodes(plan, layouts, sequences)
-    loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
+    encodes = lower_encoding(plan, layouts, sequences=sequences)
+    loads = [pieces_of(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash = plan.plan_hash
     programs = tuple(
         RankProgram(
@@ -95,13 +100,7 @@ def lower(
         for stage in range(plan.num_stages)
         for rank in range(plan.num_ranks)
     )
-    return _with_sends_in_order(programs, plan) if plan.num_stages > 1 else programs
-
-
-def _with_sends_in_order(programs: tuple[RankProgram, ...], plan: BatchPlan) -> tuple[RankProgram, ...]:
-    from rayfcp.program.schedule import with_sends_in_order
-
-    return with_sends_in_order(programs, plan)
+    return _sends_in_order(programs, plan) if plan.num_stages > 1 else programs
 
 
 def stage_instructions(
@@ -196,23 +195,6 @@ def _kinds(
     return found
 
 
-def _encodes(plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec]) -> list[tuple[Encode, ...]]:
-    """The `Encode` of each rank in each microbatch; empty where no images are encoded."""
-    if not any(each.encoding for each in plan.microbatches):
-        return [()] * len(layouts)
-    from rayfcp.program.encoding import lower_encoding
-
-    return lower_encoding(plan, layouts, sequences=sequences)
-
-
-def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
-    """The pieces that each rank loads."""
-    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    for block in layout.blocks:
-        pieces[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
-    return [tuple(each) for each in pieces]
-
-
 def _attention(
     plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec], kinds: Collection[LayerKind]
 ) -> dict[LayerKind, list[Attention]]:
@@ -237,8 +219,6 @@ def _attention(
 def _cut(
     plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, kind: LayerKind
 ) -> Sequence[Layout]:
-    from rayfcp.program.windows import windowed
-
     uncut = {sequence.id for sequence in sequences if not kind.hides(sequence.num_tokens)}
     units = [
         _units(layout, microbatch, num_ranks=plan.num_ranks)
@@ -346,3 +326,88 @@ def _check_rounds(group: Group, layout: Layout) -> None:
                     f"round {index}: a transfer touches ranks {sorted(touched)} of a {group.primitive.value} group, "
                     "which must have none; drop the transfer or make the group a ring"
                 )
+
+
+PassOrder = Mapping[tuple[int, Action], int]
+"""(stage, pass) -> position among the passes of all stages, by start."""
+
+FORWARD_SHARE = 1 / 3
+"""Share of a microbatch's seconds: a backward pass takes about two forward passes."""
+
+
+def _sends_in_order(programs: tuple[RankProgram, ...], plan: BatchPlan) -> tuple[RankProgram, ...]:
+    """The programs, with sends later where stages would otherwise wait for each other; unchanged where they do so
+    however sends are posted.
+
+    Channels between stages complete operations in the order in which they are posted. A stage that runs more than one
+    microbatch ahead may have sends posted before a receive that the next stage takes only later, while that stage waits
+    for something behind this receive. It cannot happen where all hand-overs of a channel follow one order of which that
+    of each stage is a part: the order in which their receivers reach them.
+    """
+    if hand_overs_stuck(programs[:: plan.num_ranks]) is None:
+        return programs
+    order = _pass_order(plan)
+    num_passes = sum(isinstance(item, Forward | Backward) for item in programs[0].instructions)
+    if len(order) < plan.num_stages * num_passes:
+        return programs
+    return tuple(
+        replace(each, instructions=_delayed(each.instructions, stage=each.stage, order=order)) for each in programs
+    )
+
+
+def _pass_order(plan: BatchPlan) -> PassOrder:
+    """The order of passes by start when every stage begins each as soon as it can, hand-overs taking no time.
+
+    Passes that would wait for each other forever are missing.
+    """
+    actions = [
+        [each for pipeline in plan.pipelines for each in pipeline.actions[stage]] for stage in range(plan.num_stages)
+    ]
+    place = {action: at for at, action in enumerate(actions[0])}
+    ends: dict[tuple[int, Action], float] = {}
+    order: dict[tuple[int, Action], int] = {}
+    at, free = [0] * plan.num_stages, [0.0] * plan.num_stages
+    while True:
+        ready = []
+        for stage, done in enumerate(at):
+            if done == len(actions[stage]):
+                continue
+            action = actions[stage][done]
+            source = stage + 1 if action.backward else stage - 1
+            came = ends.get((source, action)) if 0 <= source < plan.num_stages else 0.0
+            if came is not None:
+                ready.append((max(free[stage], came), place[action], stage))
+        if not ready:
+            return order
+        start, _, stage = min(ready)
+        action = actions[stage][at[stage]]
+        share = 1 - FORWARD_SHARE if action.backward else FORWARD_SHARE
+        free[stage] = ends[stage, action] = start + share * plan.microbatches[action.microbatch].predicted_s
+        order[stage, action] = len(order)
+        at[stage] += 1
+
+
+def _delayed(instructions: Sequence[Instruction], *, stage: int, order: PassOrder) -> tuple[Instruction, ...]:
+    """A stage's instructions with each send right behind the receives of its channel that come before it in `order`."""
+    held: dict[StageFlow, deque[Send]] = {flow: deque() for flow in StageFlow}
+    coming: dict[StageFlow, deque[int]] = {flow: deque() for flow in StageFlow}
+    for item in instructions:
+        if isinstance(item, Receive):
+            coming[item.flow].append(order[stage, _pass_of(item)])
+    found: list[Instruction] = []
+    for item in instructions:
+        if isinstance(item, Send):
+            held[item.flow].append(item)
+        else:
+            found.append(item)
+        if isinstance(item, Receive):
+            coming[item.flow].popleft()
+        for flow, sends in held.items():
+            while sends and (not coming[flow] or order[sends[0].stage, _pass_of(sends[0])] < coming[flow][0]):
+                found.append(sends.popleft())
+    return tuple(found)
+
+
+def _pass_of(item: Send | Receive) -> Action:
+    """The pass that needs what is handed over."""
+    return Action(microbatch=item.microbatch, backward=item.flow is StageFlow.GRADIENT)

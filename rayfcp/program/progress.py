@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from rayfcp.program.heads import rounds_of
+from rayfcp.program.heads import head_rounds
 from rayfcp.program.instructions import (
     AttentionProgram,
     AttentionRound,
@@ -62,10 +62,11 @@ def _check_pass(parts: Sequence[AttentionProgram | HeadProgram], *, backward: bo
 
     Exchanges of tokens for heads meet by construction where the ranks of a group agree on it, and are left out then.
     """
-    if all(_agrees(part, parts) for part in parts if isinstance(part, HeadProgram)):
-        rounds = [part.inner.backward if backward else part.inner.forward for part in parts]
-    else:
-        rounds = [rounds_of(part, rank=rank, backward=backward) for rank, part in enumerate(parts)]
+    rounds = [part.inner.backward if backward else part.inner.forward for part in parts]
+    if not all(_agrees(part, parts) for part in parts if isinstance(part, HeadProgram)):
+        for rank, part in enumerate(parts):
+            if isinstance(part, HeadProgram):
+                rounds[rank] = head_rounds(part, rank=rank, backward=backward)
     channel = attention_channel(rounds)
     if channel.out_of_step() and (stuck := stuck_at(rounds, channel.matches())):
         rank, at = stuck

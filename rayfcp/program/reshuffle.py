@@ -50,7 +50,7 @@ def lower_reshuffle(theirs: Sequence[Sequence[Piece]], layout: Layout) -> tuple[
             piece is empty, or the layout names further ranks.
     """
     num_ranks = len(theirs)
-    ours = _placed(layout, num_ranks=num_ranks)
+    ours = pieces_of(layout, num_ranks=num_ranks)
     brought, placed = _spans(theirs, name="theirs"), _spans(ours, name="layout")
     moves: dict[tuple[int, int], list[RowPair]] = defaultdict(list)
     for sequence in sorted(brought.keys() | placed.keys()):
@@ -85,17 +85,17 @@ class _Span:
         return self.offset + start - self.start, self.offset + stop - self.start
 
 
-def _placed(layout: Layout, *, num_ranks: int) -> list[list[Piece]]:
+def pieces_of(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
     """The pieces in each rank's slot 0, in order."""
     ours: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for block in layout.blocks:
         if not 0 <= block.rank < num_ranks:
             raise ValueError(
-                f"theirs has pieces for {num_ranks} ranks, the layout places tokens on rank {block.rank}; give the "
-                "pieces of every rank, none for a rank that brings nothing"
+                f"the layout places tokens on rank {block.rank}, must be one of [0, {num_ranks}); give pieces of every "
+                "rank, none for a rank that brings nothing"
             )
         ours[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
-    return ours
+    return [tuple(each) for each in ours]
 
 
 def _spans(ranks: Sequence[Sequence[Piece]], *, name: str) -> Mapping[int, list[_Span]]:

@@ -1,48 +1,22 @@
-"""A program as text, one instruction a line and one line a round: to read and to diff.
+"""A program as text, one instruction a line and one line a round: to read and to diff; docs/programs.md has examples.
 
-    program rank=0/2 stage=0/1 plan=0123456789abcdef
-    load 0 3[0:64] 3[192:256]
+    load 0 3[0:64] 3[192:256]                                   sequence[tokens]
+    encode 0 3[0:2]x1024>256 rows=0:512 kept=0:256@0:256        sequence[images]xPATCHES>TOKENS
     forward 0 tokens=128 recompute=0
       >1 kv 0[0:128] <1 kv 1[0:128] * 0:128@0[0:128]c
       * 64:128@1[0:128]
     ~
-      >1 kv 0[0:128] <1 kv 1[0:128] * 0:128@0[0:128]c
+      ...
     backward 0 reduce
-    load 1 5[0:40]
-    forward 1 tokens=40 recompute=0 heads=0:40,2:39
-      * 0:79@0[0:79]c
-    ~
-      * 0:79@0[0:79]c
+    send 1 gradient stage=0 tokens=40
 
 `>` sends, `<` receives, `*` attends: queries@slot[keys], `c` where causal, `f` where causal and flipped. After `~` come
-the rounds of the backward pass. `heads`: the ranks that exchange tokens for heads around these rounds, and their
-tokens. Between stages, and with slices:
+the rounds of the backward pass, after `encode` those of the exchange, `-` for one without messages of this rank.
 
-    receive 1 activation stage=0 tokens=40
-    forward 1 tokens=40 recompute=2 keeps=0:40 context=1:0[0:128]
-    send 1 gradient stage=0 tokens=40
-    free 1
-
-`keeps`: the ranges of slot 0 that later microbatches need. `context`: slot:microbatch[span] of what earlier ones left.
-Layers with windows: the rounds of the first window (0, none, if absent), then those of each other one.
-
-    forward 1 tokens=40 recompute=0 window=8
-      * 0:8@0[0:8]c * 32:40@0[32:40]c ...
-    ~
-      ...
-    window 16 keeps=24:40
-      * 0:16@0[0:16]c ...
-    ~
-      ...
-
-A vision encoder's instruction stands between load and forward:
-
-    encode 0 3[0:2]x1024>256 5[4:9]x64>16 rows=0:256,300:380 kept=0:256@0:256
-      >1 256:512 <2 256:336
-      -
-
-Images are sequence[first:last]xPATCHES>TOKENS. `rows` take the features; `kept`: rows of those encoded on this rank @
-rows of those placed on it. Then come the rounds of the exchange, `-` for a round without messages of this rank.
+- `heads`: the ranks that exchange tokens for heads around the rounds, and their tokens.
+- `keeps`: ranges of slot 0 that later microbatches need. `context`: slot:microbatch[span] of what earlier ones left.
+- `window`: of the layers that run the rounds (none, if absent); a line `window 16` begins those of the next kind.
+- `rows`: those that take features. `kept`: rows of features encoded on this rank @ rows of those placed on it.
 """
 
 from collections.abc import Iterable, Iterator

@@ -38,7 +38,7 @@ class EncoderWork:
 
     def seconds(self, machine: Machine) -> Floats:
         """`[microbatch, device]`: seconds of images, forward and backward."""
-        encoder = _Encoder.of(machine)
+        encoder = _Encoder(machine)
         vision, trained = encoder.vision, not encoder.vision.frozen
         per_patch = vision.num_layers * encoder.layer_s_per_patch + encoder.outer_s_per_patch
         linear_s = (1 + trained * LINEAR_BACKWARD) * per_patch * self.real
@@ -54,7 +54,7 @@ class EncoderWork:
 
 def work_of(programs: Sequence[RankProgram], *, machine: Machine) -> EncoderWork:
     """The work of all devices' encoders."""
-    vision = _Encoder.of(machine).vision
+    vision = _Encoder(machine).vision
     half = machine.hardware.attention_half_tokens
     table = np.zeros((4, len(of_kind(programs[0], Load)), len(programs)))
     for device, program in enumerate(programs):
@@ -68,94 +68,82 @@ def work_of(programs: Sequence[RankProgram], *, machine: Machine) -> EncoderWork
     return EncoderWork(real=table[0], real_pairs=table[1], patches=table[2], pairs=table[3])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoder:
-    """Seconds of forward, at speed 1: of a layer per patch and per pair, of all else per patch."""
+    """Seconds of forward, at speed 1: of a layer per patch and per pair, of all else per patch.
 
-    layer_s_per_patch: float
-    layer_s_per_pair: float
-    outer_s_per_patch: float
-    outer_parameters: int
-    vision: VisionProfile
+    Raises:
+        ValueError: the model has no vision encoder.
+    """
 
-    @classmethod
-    def of(cls, machine: Machine) -> "_Encoder":
-        """
-        Raises:
-            ValueError: the model has no vision encoder.
-        """
-        vision, size, hardware = machine.model.vision, machine.model.hidden_size, machine.hardware
-        if vision is None:
+    def __init__(self, machine: Machine) -> None:
+        model, hardware = machine.model, machine.hardware
+        if model.vision is None:
             raise ValueError(
-                f"programs encode images, model {machine.model.name} has no vision encoder; give the model's profile"
+                f"programs encode images, model {model.name} has no vision encoder; give the model's profile"
             )
-        linear = machine.peak_flops * hardware.linear_efficiency
+        self.vision: VisionProfile = model.vision
+        linear, layer_flops = machine.peak_flops * hardware.linear_efficiency, 2.0 * self.vision.layer_parameters
         attention = machine.peak_flops * hardware.attention_efficiency
-        flops = 2.0 * vision.layer_parameters
-        return cls(
-            layer_s_per_patch=flops / linear,
-            layer_s_per_pair=vision.attention_flops_per_pair / vision.num_layers / attention,
-            outer_s_per_patch=(vision.linear_flops_per_patch(size) - vision.num_layers * flops) / linear,
-            outer_parameters=vision.outer_parameters(size),
-            vision=vision,
-        )
+        outer_flops = self.vision.linear_flops_per_patch(model.hidden_size) - self.vision.num_layers * layer_flops
+        self.layer_s_per_patch = layer_flops / linear
+        self.layer_s_per_pair = self.vision.attention_flops_per_pair / self.vision.num_layers / attention
+        self.outer_s_per_patch = outer_flops / linear
+        self.outer_parameters = self.vision.outer_parameters(model.hidden_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _EncoderWriter:
+class _EncoderWriter(_Encoder):
     """Writes the encoder's part of one instruction, at `position`, of a microbatch."""
 
-    writer: ScriptWriter
-    encoder: _Encoder
-    microbatch: int
-    position: int
+    def __init__(self, writer: ScriptWriter, microbatch: int, *, position: int) -> None:
+        super().__init__(writer.machine)
+        self._writer, self._microbatch, self._position = writer, microbatch, position
 
     def layers(self, *, times: tuple[float, float], after: Callable[[], None], first: int | None) -> None:
         """All layers, their linear part and their attention `times` as long as forward, `after` behind each; `first`:
         the gather of the one that runs first."""
-        encoder, (linear, attention) = self.encoder, times
+        linear, attention = times
 
         def layer(_number: int, _recorded: bool) -> None:
-            self.linear(linear * encoder.layer_s_per_patch)
-            self._compute(2, base_s=0.0, each_s=attention * encoder.layer_s_per_pair)
+            self.linear(linear * self.layer_s_per_patch)
+            self._compute(2, base_s=0.0, each_s=attention * self.layer_s_per_pair)
             after()
 
-        self.writer.row(
-            (self.position, "encoder"),
-            numbers=[0] * encoder.vision.num_layers,
+        self._writer.row(
+            (self._position, "encoder"),
+            numbers=[0] * self.vision.num_layers,
             first=first,
             last=True,
             layer=layer,
             records=False,
-            parameters=encoder.vision.layer_parameters,
+            parameters=self.vision.layer_parameters,
         )
 
     def linear(self, s_per_patch: float) -> None:
-        self._compute(1, base_s=s_per_patch * self.writer.machine.hardware.linear_half_tokens, each_s=s_per_patch)
+        half_tokens = self._writer.machine.hardware.linear_half_tokens
+        self._compute(1, base_s=s_per_patch * half_tokens, each_s=s_per_patch)
 
     def _compute(self, kind: int, *, base_s: float, each_s: float) -> None:
         """An operation by the rows of `EncoderWork.rows`: patches (1) or pairs (2)."""
-        row = kind * self.writer.num_microbatches + self.microbatch
-        self.writer.operations.append((COMPUTE, row, base_s, each_s, 0))
+        row = kind * self._writer.num_microbatches + self._microbatch
+        self._writer.operations.append((COMPUTE, row, base_s, each_s, 0))
 
     def exchange(self, *, backward: bool) -> None:
-        number = self.writer.machine.features_number(
-            self.microbatch, num_microbatches=self.writer.num_microbatches, backward=backward
+        number = self._writer.machine.features_number(
+            self._microbatch, num_microbatches=self._writer.num_microbatches, backward=backward
         )
-        self.writer.operations.append((ATTEND, number, 0.0, 0.0, 0))
+        self._writer.operations.append((ATTEND, number, 0.0, 0.0, 0))
 
 
 def encode(writer: ScriptWriter, microbatch: int, *, position: int) -> tuple[int, int]:
     """Encode a microbatch and exchange its features; returns the marks at which the first layer has its parameters,
     and at which everything is encoded."""
-    encoder = _Encoder.of(writer.machine)
-    mine = _EncoderWriter(writer, encoder, microbatch, position)
-    root = writer.gather(encoder.outer_parameters)
-    first = writer.gather(encoder.vision.layer_parameters)
+    mine = _EncoderWriter(writer, microbatch, position=position)
+    root = writer.gather(mine.outer_parameters)
+    first = writer.gather(mine.vision.layer_parameters)
     writer.wait(root)
     ready = writer.marks
     mine.layers(times=(1.0, 1.0), after=lambda: None, first=first)
-    mine.linear(encoder.outer_s_per_patch)
+    mine.linear(mine.outer_s_per_patch)
     encoded = writer.mark()
     mine.exchange(backward=False)
     return ready, encoded
@@ -164,23 +152,22 @@ def encode(writer: ScriptWriter, microbatch: int, *, position: int) -> tuple[int
 def encode_backward(writer: ScriptWriter, item: Backward, *, position: int) -> tuple[int, int] | None:
     """Bring the features' gradients back and run the encoder's backward pass; returns the marks of its start and of the
     end of computation, None where the encoder is frozen."""
-    encoder = _Encoder.of(writer.machine)
-    if encoder.vision.frozen:
+    mine = _EncoderWriter(writer, item.microbatch, position=position)
+    if mine.vision.frozen:
         return None
-    mine = _EncoderWriter(writer, encoder, item.microbatch, position)
     reduced: list[int] = []
 
     def reduce_layer() -> None:
         if item.reduce:
-            writer.reduce(encoder.vision.layer_parameters, after=reduced)
+            writer.reduce(mine.vision.layer_parameters, after=reduced)
 
     start = writer.mark()
     mine.exchange(backward=True)
-    gather = writer.gather(encoder.vision.layer_parameters)
-    mine.linear(LINEAR_BACKWARD * encoder.outer_s_per_patch)
+    gather = writer.gather(mine.vision.layer_parameters)
+    mine.linear(LINEAR_BACKWARD * mine.outer_s_per_patch)
     mine.layers(times=(LINEAR_BACKWARD, ATTENTION_BACKWARD), after=reduce_layer, first=gather)
     computed = writer.mark()
     if item.reduce:
-        writer.reduce(encoder.outer_parameters, after=reduced)
+        writer.reduce(mine.outer_parameters, after=reduced)
         writer.wait(reduced[-1])
     return start, computed

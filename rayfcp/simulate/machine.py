@@ -9,7 +9,7 @@ import numpy as np
 from rayfcp.cost.analytic import REDUCED_BYTES
 from rayfcp.cost.stages import check_layers, outer_parameters, split_layers
 from rayfcp.values import FULL, HardwareProfile, LayerKind, ModelProfile
-from rayfcp.values.arrays import Floats, Ints
+from rayfcp.values.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,67 +129,47 @@ class Machine:
         return heads * self.model.head_dim * self.bytes_per_element
 
     @cached_property
-    def layer_parameters(self) -> int:
-        return self.model.layer_parameters
-
-    @cached_property
     def hidden_bytes_per_token(self) -> int:
         """Bytes of a token's activations between stages."""
         return self.model.hidden_size * self.bytes_per_element
 
-    def links(self) -> "Links":
-        """Ports and node links as arrays."""
-        nodes = np.array(self.node_of_rank, np.int64)
-        sizes = np.bincount(nodes).astype(np.float64)
-        shared = self.hardware.node_uplink_bandwidth
-        return Links(
-            node_of_rank=nodes,
-            num_ranks=self.num_ranks,
-            intra_bandwidth=self.hardware.intra_node_bandwidth,
-            inter_bandwidth=self.hardware.inter_node_bandwidth,
-            uplink_bandwidth=np.full(len(sizes), shared) if shared else sizes * self.hardware.inter_node_bandwidth,
-        )
+    @cached_property
+    def nodes(self) -> Ints:
+        """The node of each device."""
+        return np.array(self.node_of_rank, np.int64)
+
+    @cached_property
+    def uplink_bandwidth(self) -> Floats:
+        """Bytes/s of each node's uplink, and of its downlink."""
+        sizes, shared = np.bincount(self.nodes).astype(np.float64), self.hardware.node_uplink_bandwidth
+        return np.full(len(sizes), shared) if shared else sizes * self.hardware.inter_node_bandwidth
 
     @cached_property
     def peak_flops(self) -> float:
         """FLOPS of a device for numbers of this width."""
         return self.hardware.peak_flops * min(1.0, self.hardware.dtype_bytes / self.bytes_per_element)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """Bandwidths in bytes/s, and the numbers of the servers that stand for ports of devices and links of nodes."""
-
-    node_of_rank: Ints
-    num_ranks: int
-    intra_bandwidth: float
-    inter_bandwidth: float
-    uplink_bandwidth: Floats
-
-    @property
-    def num_servers(self) -> int:
-        return 4 * len(self.node_of_rank) + 2 * len(self.uplink_bandwidth)
-
-    def port(self, rank: Ints, *, link: Ints, receives: int) -> Ints:
-        """`link` is 0 inside the node, 1 between nodes; `receives` 0 for sends."""
-        return (2 * np.asarray(link, np.int64) + receives) * len(self.node_of_rank) + rank
+    def port(self, device: Ints, *, across: Bools, receives: int) -> Ints:
+        """The number of the server that stands for a device's port inside its node or (`across`) between nodes."""
+        return np.asarray((2 * across.astype(np.int64) + receives) * self.num_devices + device)
 
     def trunk(self, node: Ints, *, receives: int) -> Ints:
-        """Uplink or (`receives`) downlink."""
-        return 4 * len(self.node_of_rank) + receives * len(self.uplink_bandwidth) + node
+        """The number of the server that stands for a node's uplink or (`receives`) downlink."""
+        return 4 * self.num_devices + receives * len(self.uplink_bandwidth) + node
 
     def collective_s_per_byte(self) -> Floats:
         """`[stage, server]`: a collective moves (N - 1) / N of its bytes into and out of each of a stage's N ranks, and
         what enters a node comes over the links of all ranks that the stage has there."""
-        return np.stack([self._of_stage(stage) for stage in range(len(self.node_of_rank) // self.num_ranks)])
+        return np.stack([self._of_stage(stage) for stage in range(self.num_stages)])
 
     def _of_stage(self, stage: int) -> Floats:
         share = (self.num_ranks - 1) / self.num_ranks
-        own = np.arange(len(self.node_of_rank)) // self.num_ranks == stage
-        sizes = np.bincount(self.node_of_rank[own], minlength=len(self.uplink_bandwidth))
+        own = np.arange(self.num_devices) // self.num_ranks == stage
+        sizes = np.bincount(self.nodes[own], minlength=len(self.uplink_bandwidth))
         across = 0.0 if np.count_nonzero(sizes) == 1 else share
-        inside = np.where(own, share / self.intra_bandwidth, 0.0)
-        between = np.where(own, across / (np.maximum(sizes, 1)[self.node_of_rank] * self.inter_bandwidth), 0.0)
+        inside = np.where(own, share / self.hardware.intra_node_bandwidth, 0.0)
+        of_node = np.maximum(sizes, 1)[self.nodes] * self.hardware.inter_node_bandwidth
+        between = np.where(own, across / of_node, 0.0)
         trunks = np.where(sizes > 0, across / self.uplink_bandwidth, 0.0)
         return np.concatenate([np.tile(inside, 2), np.tile(between, 2), np.tile(trunks, 2)])
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, state_bytes, token_bytes
+from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, token_bytes
 from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
 from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.simulate.machine import Machine
@@ -34,28 +34,23 @@ def memory_over_time(
     is never given back), and activations from the start of a forward pass to the end of its backward pass."""
     backwards = [item for item in programs[0].instructions if isinstance(item, Backward)]
     reduce_every: Every = "microbatch" if all(item.reduce for item in backwards) else "step"
+    by_range = machine.num_stages > 1 or (gather_every == "step" and machine.model.vision is None)
     found = []
     for device, program in enumerate(programs):
         passes = _passes(program.instructions, instants=outcome.plot(device).instants, times=outcome.times(device))
-        if machine.num_stages == 1 and gather_every == "microbatch":
-            base_bytes = state_bytes(
-                machine.model,
-                num_devices=machine.num_ranks,
-                bytes_per_element=machine.bytes_per_element,
-                reduce_every=reduce_every,
-            )
-            found.append(_samples(passes, machine=machine, base_bytes=base_bytes))
-        else:
-            base_bytes = stage_state_bytes(
-                machine.model,
-                layers_of_stage=machine.layers_of_stage,
-                stage=program.stage,
-                num_ranks=machine.num_ranks,
-                bytes_per_element=machine.bytes_per_element,
-                reduce_every=reduce_every,
-                gather_every=gather_every,
-            )
+        base_bytes = stage_state_bytes(
+            machine.model,
+            layers_of_stage=machine.layers_of_stage,
+            stage=program.stage,
+            num_ranks=machine.num_ranks,
+            bytes_per_element=machine.bytes_per_element,
+            reduce_every=reduce_every,
+            gather_every=gather_every,
+        )
+        if by_range:
             found.append(_staged(passes, machine=machine, program=program, base_bytes=base_bytes))
+        else:
+            found.append(_samples(passes, machine=machine, base_bytes=base_bytes))
     return tuple(found)
 
 
@@ -89,9 +84,10 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> t
             continue
         sample(each.start_s)
         if isinstance(item, Encode):
-            kept, working = _encoded_bytes(item, machine=machine)
-            encoded[item.microbatch] = kept
-            sample(each.stop_s, working)
+            kept, working = patch_bytes(machine.model, bytes_per_element=machine.bytes_per_element)
+            num_patches = sum(run.count * run.num_patches for run in item.images)
+            encoded[item.microbatch] = num_patches * kept
+            sample(each.stop_s, num_patches * working)
         else:
             size = token_bytes(
                 machine.model,
@@ -103,13 +99,6 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> t
     return tuple(samples)
 
 
-def _encoded_bytes(item: Encode, *, machine: Machine) -> tuple[int, int]:
-    """Bytes that images keep, and more that they need while they are encoded."""
-    each = patch_bytes(machine.model, bytes_per_element=machine.bytes_per_element)
-    num_patches = sum(run.count * run.num_patches for run in item.images)
-    return num_patches * each.kept, num_patches * each.working
-
-
 def _staged(passes: Iterator[_Pass], *, machine: Machine, program: RankProgram, base_bytes: int) -> tuple[Sample, ...]:
     """Several stages. The peak of a pass is taken to be at its end (forward) or start (backward)."""
     stage = Stage(
@@ -119,9 +108,9 @@ def _staged(passes: Iterator[_Pass], *, machine: Machine, program: RankProgram, 
         num_kv_heads=machine.model.num_kv_heads,
         kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(program.stage).kinds),
     )
-    held = held_bytes(program, stage)
+    peaks, left_bytes = held_bytes(program, stage)
     samples: list[Sample] = [(0.0, base_bytes)]
-    for each, peak, left in zip(passes, held.peak.tolist(), held.left.tolist(), strict=True):
+    for each, peak, left in zip(passes, peaks.tolist(), left_bytes.tolist(), strict=True):
         peak_s = each.start_s if isinstance(each.item, Backward) else each.stop_s
         samples.append((each.start_s, samples[-1][1]))
         samples += [(peak_s, base_bytes + peak), (each.stop_s, base_bytes + left)]

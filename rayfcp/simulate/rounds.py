@@ -219,39 +219,27 @@ def _joined(rounds: Sequence[AttentionRound]) -> AttentionRound:
 def messages_of(rank_pairs: Ints, moved: Floats, *, machine: Machine) -> Messages:
     """Messages of `moved` bytes between `rank_pairs` of devices."""
     source, target = rank_pairs.T
-    links = machine.links()
-    from_node, to_node = links.node_of_rank[source], links.node_of_rank[target]
-    across = from_node != to_node
-    own_s = moved / np.where(across, links.inter_bandwidth, links.intra_bandwidth)
-    uplink, downlink = (links.trunk(node, receives=way) for node, way in ((from_node, 0), (to_node, 1)))
+    from_node, to_node = machine.nodes[source], machine.nodes[target]
+    across, hardware = from_node != to_node, machine.hardware
+    own_s = moved / np.where(across, hardware.inter_node_bandwidth, hardware.intra_node_bandwidth)
+    servers = [
+        machine.port(source, across=across, receives=0),
+        machine.port(target, across=across, receives=1),
+        np.where(across, machine.trunk(from_node, receives=0), -1),
+        np.where(across, machine.trunk(to_node, receives=1), -1),
+    ]
+    trunk_s = [moved / machine.uplink_bandwidth[node] for node in (from_node, to_node)]
     return Messages(
         source=np.ascontiguousarray(source),
         target=np.ascontiguousarray(target),
-        server=np.stack(
-            [
-                links.port(source, link=across, receives=0),
-                links.port(target, link=across, receives=1),
-                np.where(across, uplink, -1),
-                np.where(across, downlink, -1),
-            ],
-            axis=1,
-        ),
-        server_s=np.stack(
-            [own_s, own_s, moved / links.uplink_bandwidth[from_node], moved / links.uplink_bandwidth[to_node]], axis=1
-        ),
+        server=np.stack(servers, axis=1),
+        server_s=np.stack([own_s, own_s, *trunk_s], axis=1),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hops:
-    """`number[key]` is the message of rank 0; that of rank r comes r later."""
-
-    number: dict[HopKey, int]
-    messages: Messages
-
-
-def hops_of(programs: Sequence[RankProgram], *, machine: Machine) -> Hops:
-    """The hops that programs send, `programs[device]`."""
+def hops_of(programs: Sequence[RankProgram], *, machine: Machine) -> tuple[dict[HopKey, int], Messages]:
+    """The hops that programs send, `programs[device]`: the message of rank 0 by key, that of rank r comes r later; and
+    all messages."""
     num_ranks = machine.num_ranks
     number: dict[HopKey, int] = {}
     rank_pairs: list[tuple[int, int]] = []
@@ -265,6 +253,4 @@ def hops_of(programs: Sequence[RankProgram], *, machine: Machine) -> Hops:
             rank_pairs += [(stage * num_ranks + rank, first.stage * num_ranks + rank) for rank in range(num_ranks)]
             tokens += [item.num_tokens for item in items]
     moved = machine.hidden_bytes_per_token * np.array(tokens, np.float64)
-    return Hops(
-        number=number, messages=messages_of(np.array(rank_pairs, np.int64).reshape(-1, 2), moved, machine=machine)
-    )
+    return number, messages_of(np.array(rank_pairs, np.int64).reshape(-1, 2), moved, machine=machine)

@@ -116,7 +116,7 @@ class ScriptWriter:
         numbers = [before + kind for kind in self.part.kinds]
 
         def layer(number: int, recorded: bool) -> None:
-            self._forward_layer(microbatch, number=number, recorded=recorded)
+            self._layer(microbatch, number=number, recorded=recorded)
 
         key = (position, "plain")
         self.row(key, numbers=numbers, first=first, last=True, layer=layer, records=True, last_kept=self.kept)
@@ -138,12 +138,12 @@ class ScriptWriter:
             self.linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
 
         def one(number: int, recorded: bool) -> None:
-            self._backward_layer(microbatch, number=number, recorded=recorded)
+            self._layer(microbatch, number=number, recorded=recorded, backward=True)
             if item.reduce:
-                self.reduce(machine.layer_parameters, after=reduced)
+                self.reduce(machine.model.layer_parameters, after=reduced)
 
         def again(number: int, recorded: bool) -> None:
-            self._forward_layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
+            self._layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
             one(number, recorded)
 
         if plain:
@@ -190,18 +190,15 @@ class ScriptWriter:
         self.rows.append(LayerRow(key=key, total=total, marks=tuple(marks), gathers=named))
         return gathers[-1]
 
-    def _forward_layer(self, microbatch: int, *, number: int, recorded: bool) -> None:
-        machine = self.machine
-        self.linear(microbatch, machine.linear_s_per_token * machine.before_share)
+    def _layer(self, microbatch: int, *, number: int, recorded: bool, backward: bool = False) -> None:
+        """A layer's linear work before attention, attention, and that after it; in backward the other way round."""
+        linear_s = self.machine.linear_s_per_token
+        first, second = self.machine.before_share, 1 - self.machine.before_share
+        if backward:
+            linear_s, first, second = LINEAR_BACKWARD * linear_s, second, first
+        self.linear(microbatch, linear_s * first)
         self.attend(number, recorded=recorded)
-        self.linear(microbatch, machine.linear_s_per_token * (1 - machine.before_share))
-
-    def _backward_layer(self, microbatch: int, *, number: int, recorded: bool) -> None:
-        machine = self.machine
-        linear_s = LINEAR_BACKWARD * machine.linear_s_per_token
-        self.linear(microbatch, linear_s * (1 - machine.before_share))
-        self.attend(number, recorded=recorded)
-        self.linear(microbatch, linear_s * machine.before_share)
+        self.linear(microbatch, linear_s * second)
 
     def linear(self, microbatch: int, s_per_token: float) -> None:
         base_s = s_per_token * self.machine.hardware.linear_half_tokens
@@ -225,7 +222,7 @@ class ScriptWriter:
         return None if self.held or not parameters else self._collective(parameters * self.machine.bytes_per_element)
 
     def _gather_layer(self, parameters: int | None = None, *, kept: bool) -> int | None:
-        of_layer = self.machine.layer_parameters if parameters is None else parameters
+        of_layer = self.machine.model.layer_parameters if parameters is None else parameters
         return None if kept else self.gather(of_layer)
 
     def reduce(self, parameters: int, *, after: list[int]) -> None:

@@ -82,7 +82,7 @@ def simulate(
     """Replay the programs of all stages and ranks, that of rank r on stage p at index p x num_ranks + r, every
     instruction, layer, round and message.
 
-    The rules are those of `Machine` (kernels and links), `write_script` (sharded parameters, gathered again
+    The rules are those of `Machine` (kernels and links), `steady` (sharded parameters, gathered again
     `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
     of `hardware.devices_per_node` devices are filled one after the other; without `layers_of_stage` layers are split
     evenly; without `speed_of_rank` all are as fast; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is

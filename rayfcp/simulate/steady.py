@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfcp.program import Backward, Encode, Forward, Instruction, Load, RankProgram, Receive, Send
+from rayfcp.program.order import of_kind
 from rayfcp.simulate.encoder import encode, encode_backward
 from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.replay import ReplayRecord, ReplayState, Script, Wires, new_record, new_state, replay
-from rayfcp.simulate.rounds import AttentionTraffic, Hops, hops_of
+from rayfcp.simulate.replay import Messages, ReplayRecord, ReplayState, Script, Wires, new_record, new_state, replay
+from rayfcp.simulate.rounds import AttentionTraffic, hops_of
 from rayfcp.simulate.script import HopKey, Instants, LayerRow, RowKey, ScriptWriter, StageScript
 from rayfcp.values.arrays import Floats
 
@@ -55,14 +56,20 @@ def run(
     Raises:
         ValueError: some rank waits forever.
     """
-    hops = hops_of(programs, machine=machine)
+    number, hops = hops_of(programs, machine=machine)
     alike = machine.num_stages == 1 and len(machine.layer_kinds) == 1
     shown: dict[RowKey, int] | None = {} if alike else None
     while True:
-        plots = _plots(programs, machine=machine, hops=hops, shown=shown, gather_every=gather_every)
+        plots = _plots(programs, machine=machine, hops=number, shown=shown, gather_every=gather_every)
         state, record = _replay(plots, machine=machine, traffic=traffic, work=work, hops=hops)
         if shown is None:
-            return _replayed(plots, record=record, state=state)
+            return ReplayOutcome(
+                plots=tuple(plots),
+                mark_s=record.mark_s,
+                spent=state.spent,
+                rounds=record.rounds,
+                later_s={number: 0.0 for plot in plots for number in plot.recorded},
+            )
         (plot,) = plots
         unsettled = {
             row.key: row.total
@@ -78,24 +85,35 @@ def _plots(
     programs: Sequence[RankProgram],
     *,
     machine: Machine,
-    hops: Hops,
+    hops: Mapping[HopKey, int],
     shown: Mapping[RowKey, int] | None,
     gather_every: str,
 ) -> list[StageScript]:
+    """The script of each stage, all of whose ranks run the same. A row has `shown[key]` of its layers, `SHOWN_LAYERS`
+    if that is absent, and all where `shown` is None.
+
+    Parameters are gathered as FSDP2 does: embedding and head once a microbatch, before the forward pass; each
+    layer for forward and for backward, while the layer before computes (the first one is exposed); where the head is,
+    the last layer stays gathered from a forward pass to the next backward pass; with `gather_every` "step" all do, from
+    the first forward pass on. Gradients are scattered layer by layer, one at a time, beside the next layer's backward
+    pass; embedding and head last. A vision encoder follows the same rules (`rayfcp.simulate.encoder`). A stage has its
+    layers' share of the fixed seconds of a microbatch.
+    """
     plots: list[StageScript] = []
-    for stage in range(machine.num_stages):
-        first = plots[-1].first_collective + len(plots[-1].collective_bytes) if plots else 0
-        plots.append(
-            write_script(
-                programs[stage * machine.num_ranks].instructions,
-                machine=machine,
-                stage=stage,
-                gather_every=gather_every,
-                hops=hops.number,
-                shown=shown,
-                first_collective=first,
-            )
+    for program in programs[:: machine.num_ranks]:
+        writer = ScriptWriter(
+            machine=machine,
+            num_microbatches=len(of_kind(program, Load)),
+            stage=program.stage,
+            part=machine.part(program.stage),
+            once=gather_every == "step",
+            shown=shown,
+            first_collective=sum(len(plot.collective_bytes) for plot in plots),
         )
+        for position, item in enumerate(program.instructions):
+            before = program.instructions[:position]
+            writer.instants.append(_write(writer, item, position=position, before=before, hops=hops))
+        plots.append(writer.plot())
     return plots
 
 
@@ -114,34 +132,31 @@ def _script(plots: Sequence[StageScript], *, machine: Machine) -> Script:
     )
 
 
-def _wires(plots: Sequence[StageScript], *, machine: Machine) -> Wires:
-    return Wires(
+def _replay(
+    plots: Sequence[StageScript], *, machine: Machine, traffic: AttentionTraffic, work: Floats, hops: Messages
+) -> tuple[ReplayState, ReplayRecord]:
+    script = _script(plots, machine=machine)
+    wires = Wires(
         collective_bytes=np.array([each for plot in plots for each in plot.collective_bytes], np.float64),
         collective_stage=np.repeat(np.arange(len(plots)), [len(plot.collective_bytes) for plot in plots]),
         num_ranks=machine.num_ranks,
-        s_per_byte=machine.links().collective_s_per_byte(),
+        s_per_byte=machine.collective_s_per_byte(),
         latency_s=machine.hardware.latency_s,
         overlap=machine.hardware.overlap,
     )
-
-
-def _replay(
-    plots: Sequence[StageScript], *, machine: Machine, traffic: AttentionTraffic, work: Floats, hops: Hops
-) -> tuple[ReplayState, ReplayRecord]:
-    script, wires = _script(plots, machine=machine), _wires(plots, machine=machine)
     state = new_state(
         script,
         num_servers=wires.s_per_byte.shape[1],
         num_messages=len(traffic.messages.source),
         num_collectives=len(wires.collective_bytes),
-        num_hops=len(hops.messages.source),
+        num_hops=len(hops.source),
     )
     record = new_record(
         num_marks=max(plot.num_marks for plot in plots),
         num_ranks=machine.num_devices,
         num_rounds=len(traffic.rounds.compute_s),
     )
-    if not replay(state, script, work, traffic.rounds, traffic.messages, hops.messages, wires, record):
+    if not replay(state, script, work, traffic.rounds, traffic.messages, hops, wires, record):
         stuck = np.flatnonzero(state.op < script.stop).tolist()
         raise ValueError(f"ranks {stuck[:8]} would wait forever; check the programs (check_programs)")
     return state, record
@@ -158,14 +173,6 @@ def _settled(row: LayerRow, *, record: ReplayRecord, state: ReplayState) -> bool
     return bool(np.ptp(steps) <= SAME * steps.max() + 1e-14 * record.mark_s.max())
 
 
-def _replayed(plots: Sequence[StageScript], *, record: ReplayRecord, state: ReplayState) -> ReplayOutcome:
-    """All layers were replayed."""
-    later_s = {number: 0.0 for plot in plots for number in plot.recorded}
-    return ReplayOutcome(
-        plots=tuple(plots), mark_s=record.mark_s, spent=state.spent, rounds=record.rounds, later_s=later_s
-    )
-
-
 def _extrapolated(plot: StageScript, *, record: ReplayRecord) -> ReplayOutcome:
     """Put in the layers that were not replayed."""
     mark_s, spent = record.mark_s.copy(), record.mark_spent[-1].copy()
@@ -180,40 +187,6 @@ def _extrapolated(plot: StageScript, *, record: ReplayRecord) -> ReplayOutcome:
         spent += left * (record.mark_spent[last] - record.mark_spent[before])
         later_s = {number: later + step_s * (plot.recorded[number] > last) for number, later in later_s.items()}
     return ReplayOutcome(plots=(plot,), mark_s=mark_s, spent=spent, rounds=record.rounds, later_s=later_s)
-
-
-def write_script(
-    instructions: Sequence[Instruction],
-    *,
-    machine: Machine,
-    stage: int = 0,
-    gather_every: str = "microbatch",
-    hops: Mapping[HopKey, int] | None = None,
-    shown: Mapping[RowKey, int] | None,
-    first_collective: int = 0,
-) -> StageScript:
-    """The script of the instructions of `stage`. A row has `shown[key]` of its layers, `SHOWN_LAYERS` if that is
-    absent, and all where `shown` is None. `hops[key]` is the number of a hop on rank 0.
-
-    Parameters are gathered as FSDP2 does: embedding and head once a microbatch, before the forward pass; each
-    layer for forward and for backward, while the layer before computes (the first one is exposed); where the head is,
-    the last layer stays gathered from a forward pass to the next backward pass; with `gather_every` "step" all do, from
-    the first forward pass on. Gradients are scattered layer by layer, one at a time, beside the next layer's backward
-    pass; embedding and head last. A vision encoder follows the same rules (`rayfcp.simulate.encoder`). A stage has its
-    layers' share of the fixed seconds of a microbatch.
-    """
-    writer = ScriptWriter(
-        machine=machine,
-        num_microbatches=sum(isinstance(item, Load) for item in instructions),
-        stage=stage,
-        part=machine.part(stage),
-        once=gather_every == "step",
-        shown=shown,
-        first_collective=first_collective,
-    )
-    for position, item in enumerate(instructions):
-        writer.instants.append(_write(writer, item, position=position, before=instructions[:position], hops=hops or {}))
-    return writer.plot()
 
 
 def _write(

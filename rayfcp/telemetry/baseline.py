@@ -7,74 +7,55 @@ from dataclasses import dataclass
 from rayfcp.telemetry.charts import Mark, over_steps
 from rayfcp.telemetry.page import Chart
 from rayfcp.telemetry.summary import number
-from rayfcp.values import Imbalance
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Both:
-    """One batch planned and simulated twice, on the same devices and costs: `before` by the static strategy, `after` by
-    the run's own."""
-
-    step: int
-    before: Imbalance
-    after: Imbalance
-    before_s: float
-    after_s: float
-    before_degree: int
+Pair = tuple[float, float]
+"""Values of one batch planned by the static strategy and by the run's own, on the same devices and costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """`static` and `own`: names of strategies; `steps`, in order, are some of the run's; at least one."""
+    """`static` and `own`: names of strategies; `steps`: some of the run's, in order, at least one, each with its
+    imbalance of compute and its simulated seconds."""
 
     static: str
     own: str
-    steps: tuple[Both, ...]
+    steps: tuple[int, ...]
+    imbalances: tuple[Pair, ...]
+    step_s: tuple[Pair, ...]
 
     @property
     def speedup(self) -> float:
         """Simulated seconds of all these batches, static over own."""
-        after_s = sum(each.after_s for each in self.steps)
-        return sum(each.before_s for each in self.steps) / after_s if after_s > 0 else 1.0
+        static_s, own_s = (sum(times) for times in zip(*self.step_s, strict=True))
+        return static_s / own_s if own_s > 0 else 1.0
 
     @property
-    def before(self) -> float:
+    def static_imbalance(self) -> float:
         """Mean imbalance of compute with static plans."""
-        return statistics.fmean(each.before.compute for each in self.steps)
-
-    @property
-    def after(self) -> float:
-        """Mean imbalance of compute with the run's strategy."""
-        return statistics.fmean(each.after.compute for each in self.steps)
+        return statistics.fmean(static for static, _ in self.imbalances)
 
 
 def baseline_charts(baseline: Baseline, *, marks: Sequence[Mark]) -> list[Chart]:
     """Return imbalance and step time of some batches, planned statically and by the run's strategy."""
-    steps = baseline.steps
-    imbalance = (
-        "Compute imbalance and the static baseline",
-        f"(max − mean) / max over ranks; {len(steps)} of the run's batches, planned and simulated",
-        "percent",
-        [(each.before.compute, each.after.compute) for each in steps],
-    )
-    time = (
-        "Simulated step and the static baseline",
-        f"Without the optimizer; static plans take {number(round(baseline.speedup, 2))} times as long",
-        "seconds",
-        [(each.before_s, each.after_s) for each in steps],
-    )
     names = (f"static baseline: {baseline.static}", f"this run: {baseline.own}")
+    imbalance = {
+        "title": "Compute imbalance and the static baseline",
+        "note": f"(max − mean) / max over ranks; {len(baseline.steps)} of the run's batches, planned and simulated",
+        "format": "percent",
+    }
+    time = {
+        "title": "Simulated step and the static baseline",
+        "note": f"Without the optimizer; static plans take {number(round(baseline.speedup, 2))} times as long",
+        "format": "seconds",
+    }
     return [
-        over_steps(
-            "lines",
-            title,
-            note=note,
-            steps=[each.step for each in steps],
-            series=dict(zip(names, zip(*values, strict=True), strict=True)),
-            format=unit,
-            zero=True,
-            dots=True,
-            marks=marks,
-        )
-        for title, note, unit, values in (imbalance, time)
+        {
+            "kind": "lines",
+            **about,
+            **over_steps(baseline.steps, dict(zip(names, zip(*pairs, strict=True), strict=True))),
+            "zero": True,
+            "dots": True,
+            "marks": marks,
+        }
+        for about, pairs in ((imbalance, baseline.imbalances), (time, baseline.step_s))
     ]

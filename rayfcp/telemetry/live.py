@@ -6,14 +6,13 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rayfcp.telemetry.charts import IMBALANCES, tokens_per_s
+from rayfcp.telemetry.charts import COLUMNS
 from rayfcp.telemetry.page import asset, html_page
 from rayfcp.telemetry.summary import finite
 from rayfcp.values import Span, SpanKind, StepReport
@@ -131,15 +130,6 @@ MAX_POINTS = 500
 MAX_EVENTS = 50
 RECENT_STEPS = 20
 """Steps from which the remaining time is estimated."""
-
-COLUMNS: Mapping[str, Callable[[StepReport], float | None]] = {
-    **{name: attrgetter(name) for name in ("step", "loss", "step_s", "predicted_s", "plan_s", "plan_wait_s")},
-    "tokens_per_s": lambda report: tokens_per_s(report) or None,
-    **{name: attrgetter(name) for name in ("mfu", "attention_mfu")},
-    **IMBALANCES,
-    **{name: attrgetter(name) for name in ("gap", "world_size")},
-}
-"""Values of each step in `history`."""
 
 
 class RunState(StrEnum):
@@ -300,12 +290,12 @@ class Live:
         return left * pace_s
 
 
-def clean(value: float | None) -> float | None:
-    """Return a number with five significant digits (finer than a screen); None if unknown or not finite.
+def clean(value: float) -> float | None:
+    """Return a number with five significant digits (finer than a screen); None if it is not finite.
 
     >>> clean(0.123456), clean(7), clean(math.nan)
     (0.12346, 7, None)
     """
-    if value is None or isinstance(value, int):
+    if isinstance(value, int):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,12 +1,7 @@
-"""Metrics of a run: name, kind, labels, unit, meaning. Every metric also has the label `run`.
+"""Metrics of a run: name, kind, labels, unit, meaning. Every metric also has the label `run`."""
 
-`python -m rayfcp.telemetry.names > docs/metrics.md` writes their documentation after the text of `data/metrics.md`.
-"""
-
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.resources import files
 
 
 class MetricKind(StrEnum):
@@ -139,28 +134,3 @@ METRICS: tuple[Metric, ...] = (
         kept=Persistence.STEPS,
     ),
 )
-
-
-def metrics_page() -> str:
-    """Return the content of `docs/metrics.md`."""
-    parts = [(files("rayfcp.telemetry") / "data" / "metrics.md").read_text(encoding="utf-8")]
-    for kind in MetricKind:
-        heads = ["name", "labels", "unit", "meaning", *(["continues from"] if kind is not MetricKind.GAUGE else [])]
-        rows = [heads, ["---"] * len(heads), *(_row(metric) for metric in METRICS if metric.kind is kind)]
-        lines = [f"| {' | '.join(row)} |\n" for row in rows]
-        parts.append(f"## {kind.capitalize()}s\n\n{''.join(lines)}")
-    parts.append(f"Buckets of degrees: {', '.join(map(str, DEGREE_BUCKETS))}.\n")
-    return "\n".join(parts)
-
-
-def _row(metric: Metric) -> list[str]:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    labels += f": {', '.join(metric.known)}" if metric.known else ""
-    row = [f"`{PREFIX}{metric.name}`", labels, metric.unit, metric.help.replace("|", "\\|")]
-    if metric.kind is not MetricKind.GAUGE:
-        row.append(f"`{metric.kept}`" if metric.kept else "counted at each start")
-    return row
-
-
-if __name__ == "__main__":
-    sys.stdout.write(metrics_page())

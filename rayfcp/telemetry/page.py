@@ -45,13 +45,16 @@ def html_page(
     )
 
 
+def data_script(data: Any, *, attributes: str = "") -> str:
+    """Return data for the page's script. Non-finite numbers become null."""
+    text = json.dumps(finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json"{attributes}>{text}</script>'
+
+
 def figure(chart: Chart) -> str:
-    """Return a figure with its caption and data, which the page's script draws. Non-finite numbers become null."""
-    data = json.dumps(finite(chart), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    """Return a figure with its caption and data, which the page's script draws."""
     caption = f"<h3>{escape(chart['title'])}</h3><p>{escape(chart['note'])}</p>"
-    return (
-        f'<figure data-chart><figcaption>{caption}</figcaption><script type="application/json">{data}</script></figure>'
-    )
+    return f"<figure data-chart><figcaption>{caption}</figcaption>{data_script(chart)}</figure>"
 
 
 def table(

@@ -16,15 +16,15 @@ import yaml
 from rayfcp.telemetry import events as event_log
 from rayfcp.telemetry import rank_times, trace
 from rayfcp.telemetry.baseline import Baseline, baseline_charts
-from rayfcp.telemetry.charts import BALANCE, DEVICES, PREDICTION, TRAINING, Mark, degrees_chart, step_charts
+from rayfcp.telemetry.charts import Mark, degrees_chart, step_values
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.files import write_whole
-from rayfcp.telemetry.page import Chart, figure, html_page, table
+from rayfcp.telemetry.page import Chart, data_script, figure, html_page, table
 from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.telemetry.summary import RunSummary, counted, number, percent, seconds, summarize
-from rayfcp.telemetry.trace import Trace, read_trace, timeline_chart
+from rayfcp.telemetry.trace import timeline_chart
 from rayfcp.values import StepReport
 
 
@@ -98,7 +98,7 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
     """Return the tiles: loss, speed, balance, and interruptions. Medians leave out the first step."""
     balance = "(max − mean) / max over ranks"
     if baseline is not None:
-        balance = f"{baseline.static} on the same batches: {percent(baseline.before)}"
+        balance = f"{baseline.static} on the same batches: {percent(baseline.static_imbalance)}"
     starts = "one start" if history.num_starts == 1 else f"over {history.num_starts} starts"
     worlds = " → ".join(map(str, history.worlds))
     if len(history.worlds) > MAX_WORLDS:
@@ -247,7 +247,7 @@ class RunFiles:
         self.events = read_events(folder / event_log.FILE)
         self.summary = _summary(self.reports, self.events)
         self.times = RankTimes.read(folder / rank_times.FILE, up_to=self.reports[-1].step)
-        self.trace = read_trace(folder / trace.FILE)
+        self.timeline = timeline_chart(folder / trace.FILE)
         self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
         self.last_write_s = steps.stat().st_mtime
 
@@ -331,34 +331,40 @@ def _date(at_s: float) -> str:
 def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
     marks, steps = marks_of(run.events), run.reports
     balance = [
-        *(baseline_charts(baseline, marks=marks) if baseline is not None else []),
-        *step_charts(BALANCE, steps, marks=marks),
-        degrees_chart(steps, marks=marks),
-        *(step_charts([DEVICES], steps, marks=marks) if len({each.world_size for each in steps}) > 1 else []),
-        *rank_charts(run.times),
+        *map(figure, baseline_charts(baseline, marks=marks) if baseline is not None else []),
+        _step_figures("imbalance", "bubble"),
+        figure(degrees_chart(steps, marks=marks)),
+        _step_figures("devices"),
+        *map(figure, rank_charts(run.times)),
     ]
-    view, plans = timeline_chart(run.trace), plans_table(steps)
+    view, plans = run.timeline, plans_table(steps)
     note = "Legends show the last step, tiles the median or mean of all. Point at a chart to read a step."
     kinds = {kind for _, kind in marks}
     lines = {"recovery": "recoveries", "resize": "resizes"}
     shown = [f'<span class="of-{kind}">{word}</span>' for kind, word in lines.items() if kind in kinds]
     note += f" Lines across charts: {', '.join(shown)}." if shown else ""
     return [
-        f"<h2>Training</h2><p>{note}</p>{_charts(step_charts(TRAINING, steps, marks=marks))}",
-        f"<h2>Predicted and measured</h2>{_charts(step_charts(PREDICTION, steps, marks=marks))}",
-        f"<h2>Balance and devices</h2>{_charts(balance)}",
+        data_script(step_values(steps, marks=marks), attributes=' id="step-values"'),
+        f"<h2>Training</h2><p>{note}</p>{_charts(_step_figures('loss', 'throughput', 'mfu', 'grad-norm'))}",
+        f"<h2>Predicted and measured</h2>{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
+        f"<h2>Balance and devices</h2>{_charts(''.join(balance))}",
         f"<h2>Plans</h2>{plans}" if plans else "",
         f"<h2>Starts, losses and resizes</h2>{events_table(run.events)}" if run.events else "",
-        f"<h2>Time by rank</h2><p>{_trace_note(run.trace)}</p>{figure(view)}" if view else "",
+        f"<h2>Time by rank</h2><p>{_trace_note(view)}</p>{figure(view)}" if view else "",
     ]
 
 
-def _charts(charts: Sequence[Chart]) -> str:
-    return f'<div class="charts">{"".join(map(figure, charts))}</div>'
+def _charts(figures: str) -> str:
+    return f'<div class="charts">{figures}</div>'
 
 
-def _trace_note(spans: Trace) -> str:
-    both = len({track.process for track in spans.tracks}) > 1
+def _step_figures(*names: str) -> str:
+    """Return figures for some of `STEP_CHARTS` of the renderer."""
+    return "".join(f'<figure data-steps="{name}"></figure>' for name in names)
+
+
+def _trace_note(timeline: Chart) -> str:
+    both = len(timeline["groups"]) > 1
     which = "Predicted by the simulator (fixed costs at the load) beside measured" if both else "As measured"
     return f"{which}, in the last steps of the run. trace.json holds all of it, for https://ui.perfetto.dev."
 

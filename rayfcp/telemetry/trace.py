@@ -154,80 +154,58 @@ MAX_DRAWN = 40_000
 HELP = "Click, then turn the wheel or pinch to zoom; drag to move, double click for all; keys + − 0 and arrows."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Track:
-    """One row of events `(start_s, stop_s, kind, name)` in order of start."""
+Track = tuple[int, int]
+"""Process and thread of a trace's events."""
 
-    process: str
-    name: str
-    events: tuple[tuple[float, float, str, str], ...]
+Row = list[tuple[float, float, str, str]]
+"""Start, stop, kind and name of a track's spans."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """Tracks of a trace file; `marks`: `(name, at_s)` of its steps."""
-
-    tracks: tuple[Track, ...] = ()
-    marks: tuple[tuple[str, float], ...] = ()
-
-
-def read_trace(path: str | Path) -> Trace:
-    """Read tracks in the order of process and track; none from an absent or broken file."""
+def read_trace(path: str | Path) -> tuple[dict[Track, Row], dict[Track, str], list[tuple[str, float]]]:
+    """Return the spans of each track, names of tracks (thread 0: of the process), and the starts of steps; nothing if
+    the file is absent or broken."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        names = {
-            (event["pid"], event["tid"]): str(event["args"]["name"])
-            for event in events
-            if event["ph"] == "M" and "name" in event["args"]
-        }
-        rows: dict[tuple[int, int], list[tuple[float, float, str, str]]] = {}
-        marks = []
+        names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+        rows: dict[Track, Row] = {track: [] for track in sorted(names) if track[1] > 0}
         for event in events:
-            start_s = event.get("ts", 0.0) / 1e6
             if event["ph"] == "X":
-                row = rows.setdefault((event["pid"], event["tid"]), [])
-                row.append((start_s, start_s + event["dur"] / 1e6, str(event["cat"]), str(event["name"])))
-            elif event["ph"] == "i":
-                marks.append((str(event["name"]), start_s))
+                start_s = event["ts"] / 1e6
+                span = (start_s, start_s + event["dur"] / 1e6, event["cat"], event["name"])
+                rows[event["pid"], event["tid"]].append(span)
+        return rows, names, [(event["name"], event["ts"] / 1e6) for event in events if event["ph"] == "i"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Trace()
-    tracks = tuple(
-        Track(
-            process=names.get((process, 0), str(process)),
-            name=names.get((process, track), str(track)),
-            events=tuple(row),
-        )
-        for (process, track), row in sorted(rows.items())
-    )
-    return Trace(tracks=tracks, marks=tuple(marks))
+        return {}, {}, []
 
 
-def timeline_chart(trace: Trace, *, max_spans: int = MAX_DRAWN) -> Chart | None:
-    """Return the trace as a chart of time by rank that can be zoomed; None without spans."""
-    drawn = _drawable(trace.tracks, max_spans=max_spans)
-    stop_s = max((event[1] for track in drawn for event in track.events), default=0.0)
+def timeline_chart(path: str | Path, *, max_spans: int = MAX_DRAWN) -> Chart | None:
+    """Return the chart of time by rank of a trace file, which can be zoomed: the first ranks, predicted and measured
+    alike, within `max_spans`, at least one. None without spans."""
+    rows, names, marks = read_trace(path)
+    drawn = _drawable(rows, max_spans=max_spans)
+    spans = [(row, *span) for row, track in enumerate(drawn) for span in rows[track]]
+    stop_s = max((stop_s for _, _, stop_s, _, _ in spans), default=0.0)
     if stop_s <= 0:
         return None
-    kinds = list(dict.fromkeys(event[2] for track in drawn for event in track.events))
-    names = {name: at for at, name in enumerate(dict.fromkeys(event[3] for track in drawn for event in track.events))}
-    left_out = len(trace.tracks) - len(drawn)
-    marks = trace.marks or (("all", 0.0),)
+    kinds = list(dict.fromkeys(kind for _, _, _, kind, _ in spans))
+    words = {name: at for at, name in enumerate(dict.fromkeys(name for *_, name in spans))}
+    groups: dict[int, list[str]] = {}
+    for process, thread in drawn:
+        groups.setdefault(process, []).append(names[process, thread])
+    left_out = len(rows) - len(drawn)
+    marks = marks or [("all", 0.0)]
     ends = [at_s for _, at_s in marks[1:]] + [stop_s]
     views = [(name, at_s, end_s) for (name, at_s), end_s in zip(marks, ends, strict=True)]
-    groups: dict[str, list[str]] = {}
-    for track in drawn:
-        groups.setdefault(track.process, []).append(track.name)
     return {
         "kind": "timeline",
         "title": "Time by rank",
         "note": HELP + (f" {left_out} more tracks are in trace.json." if left_out else ""),
-        "groups": [{"name": process, "rows": rows} for process, rows in groups.items()],
+        "groups": [{"name": names[process, 0], "rows": titles} for process, titles in groups.items()],
         "bars": [
-            (row, row, round(start_s, 7), round(stop_s, 7), kinds.index(kind), names[name])
-            for row, track in enumerate(drawn)
-            for start_s, stop_s, kind, name in track.events
+            (row, row, round(start_s, 7), round(stop_s, 7), kinds.index(kind), words[name])
+            for row, start_s, stop_s, kind, name in spans
         ],
-        "words": [[name] for name in names],
+        "words": [[name] for name in words],
         "colours": [COLOURS.get(kind, COLOURS[SpanKind.WAIT]) for kind in kinds],
         "legends": [
             {"title": "", "entries": [(f"kind-{kind}" if kind in COLOURS else "kind-wait", kind) for kind in kinds]}
@@ -238,16 +216,13 @@ def timeline_chart(trace: Trace, *, max_spans: int = MAX_DRAWN) -> Chart | None:
     }
 
 
-def _drawable(tracks: Sequence[Track], *, max_spans: int) -> tuple[Track, ...]:
-    """Return the tracks of the first ranks, predicted and measured alike, within `max_spans`; at least of one rank."""
-    per_name: dict[str, list[Track]] = {}
-    for track in tracks:
-        per_name.setdefault(track.name, []).append(track)
-    kept: set[str] = set()
+def _drawable(rows: Mapping[Track, Row], *, max_spans: int) -> list[Track]:
+    """Return the tracks, by process and thread, of the first threads within `max_spans`; at least those of one."""
+    kept: set[int] = set()
     num_spans = 0
-    for name, alike in per_name.items():
-        num_spans += sum(len(track.events) for track in alike)
+    for thread in dict.fromkeys(thread for _, thread in rows):
+        num_spans += sum(len(spans) for (_, own), spans in rows.items() if own == thread)
         if kept and num_spans > max_spans:
             break
-        kept.add(name)
-    return tuple(track for track in tracks if track.name in kept)
+        kept.add(thread)
+    return [track for track in rows if track[1] in kept]

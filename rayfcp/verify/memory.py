@@ -106,5 +106,5 @@ def most_held(program: RankProgram, *, cost: CostModel, pipeline: PipelineCost) 
             )
     last = program.stage + 1 == pipeline.num_stages
     stage = Stage(layers=layers, is_last=last, layer=pipeline.layer_bytes, num_kv_heads=cost.num_kv_heads)
-    peak = held_bytes(program, stage).peak
+    peak, _ = held_bytes(program, stage)
     return int(peak.max()), passes[int(peak.argmax())].microbatch

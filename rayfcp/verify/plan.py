@@ -1,12 +1,11 @@
 """The public validator: proof that a plan does what a single process would do, and can be run.
 
-A plan's own claims (sizes, groups, slices, pipelines, predicted seconds) are checked before it is lowered, then its
-programs.
+A plan's own claims (sizes, groups, pipelines, predicted seconds) are checked before it is lowered, then its programs.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,16 +17,13 @@ from rayfcp.program.lower import lower
 from rayfcp.program.order import attention_by_kind
 from rayfcp.program.progress import check_progress
 from rayfcp.values import (
-    Action,
     BatchPlan,
     ClusterSpec,
-    Group,
     LayerKind,
     Layout,
     MicrobatchPlan,
     PipelinePlan,
     SequenceSpec,
-    Slice,
 )
 from rayfcp.verify.features import check_features
 from rayfcp.verify.heads import Past, RankPart, first_heads
@@ -35,63 +31,9 @@ from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
 from rayfcp.verify.replay import Replay, check_pairs
 
 
-def check_slices(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> None:
-    """Slices of a sequence follow each other from its first token to its last, one a microbatch, all in one pipeline
-    and in groups of the same ranks and primitive. `sequences[i].id == i`.
-
-    Raises:
-        ValueError: names the microbatch, the slice and what it must be.
-    """
-    found: dict[int, list[tuple[int, Slice, Group]]] = defaultdict(list)
-    for number, microbatch in enumerate(plan.microbatches):
-        groups = {sequence: group for group in microbatch.groups for sequence in group.sequences}
-        for each in microbatch.slices:
-            if each.sequence not in groups or not 0 <= each.sequence < len(sequences):
-                raise ValueError(
-                    f"microbatch {number}: slices names sequence {each.sequence}, which no group of it lists or the "
-                    "batch does not have; list it in one group"
-                )
-            found[each.sequence].append((number, each, groups[each.sequence]))
-    pipeline_of = {
-        number: at for at, pipeline in enumerate(plan.pipelines) for number in range(pipeline.start, pipeline.stop)
-    }
-    for sequence, slices in found.items():
-        _check_cuts(sequences[sequence], slices)
-        _check_places(slices, pipeline_of)
-
-
-def _check_cuts(sequence: SequenceSpec, slices: Sequence[tuple[int, Slice, Group]]) -> None:
-    at, before = 0, -1
-    for number, each, _ in slices:
-        if number == before or each.start != at or each.stop <= each.start:
-            raise ValueError(
-                f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} where token {at} is "
-                "due; slices follow each other, one a microbatch"
-            )
-        at, before = each.stop, number
-    if at != sequence.num_tokens:
-        raise ValueError(f"sequence {sequence.id}: slices hold {at} of {sequence.num_tokens} tokens, must hold all")
-
-
-def _check_places(slices: Sequence[tuple[int, Slice, Group]], pipeline_of: Mapping[int, int]) -> None:
-    first, _, group = slices[0]
-    for number, each, other in slices[1:]:
-        where = f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {each.sequence} is in"
-        if (other.ranks, other.primitive) != (group.ranks, group.primitive):
-            raise ValueError(
-                f"{where} a {other.primitive.value} group of ranks {other.ranks}, its first one in a "
-                f"{group.primitive.value} group of {group.ranks}; must be the same, for keys and values stay there"
-            )
-        if number not in pipeline_of or pipeline_of[number] != pipeline_of.get(first):
-            raise ValueError(
-                f"{where} pipeline {pipeline_of.get(number)}, its first one in {pipeline_of.get(first)}; must be in "
-                "the same, for it runs backward after the others"
-            )
-
-
 def check_pipelines(plan: BatchPlan, *, cluster: ClusterSpec) -> None:
-    """Pipelines hold all microbatches in order; every stage passes each once forward, ascending, and once backward, in
-    one order on all stages; a stage recomputes no more layers than it has.
+    """Pipelines hold all microbatches in order; every stage passes each once forward and once backward, and recomputes
+    no more layers than it has. The order of passes is that of programs (`check_programs`).
 
     Raises:
         ValueError: names the field, its value and its bound.
@@ -124,9 +66,13 @@ def _check_pipeline(pipeline: PipelinePlan, cluster: ClusterSpec, *, where: str)
     for name, size in rows.items():
         if size != cluster.num_stages:
             raise ValueError(f"{where}: {name} has {size} stages, must have {cluster.num_stages}; plan again")
-    backward = [each.microbatch for each in pipeline.actions[0] if each.backward]
+    due = {(number, backward) for number in range(pipeline.start, pipeline.stop) for backward in (False, True)}
     for stage, actions in enumerate(pipeline.actions):
-        _check_actions(actions, pipeline, backward=backward, where=f"{where} stage {stage}")
+        if {(each.microbatch, each.backward) for each in actions} != due or len(actions) != len(due):
+            raise ValueError(
+                f"{where} stage {stage}: actions are {' '.join(map(str, actions))}, must pass each of "
+                f"[{pipeline.start}, {pipeline.stop}) once forward and once backward; plan again"
+            )
     for stage, layers in enumerate(pipeline.recomputed_layers):
         most = cluster.layers_of_stage[stage] if cluster.layers_of_stage else max(layers, default=0)
         if len(layers) != pipeline.stop - pipeline.start or not all(0 <= each <= most for each in layers):
@@ -136,26 +82,6 @@ def _check_pipeline(pipeline: PipelinePlan, cluster: ClusterSpec, *, where: str)
             )
 
 
-def _check_actions(actions: Sequence[Action], pipeline: PipelinePlan, *, backward: Sequence[int], where: str) -> None:
-    due = list(range(pipeline.start, pipeline.stop))
-    forward = [each.microbatch for each in actions if not each.backward]
-    if forward != due or sorted(backward) != due:
-        raise ValueError(
-            f"{where}: actions are {' '.join(map(str, actions))}, must pass each of {due} once forward, ascending, and "
-            "once backward; plan again"
-        )
-    if [each.microbatch for each in actions if each.backward] != backward:
-        raise ValueError(
-            f"{where}: actions are {' '.join(map(str, actions))}, must pass backward in the order of stage 0, "
-            f"{backward}; plan again"
-        )
-    passed: set[int] = set()
-    for action in actions:
-        if action.backward and action.microbatch not in passed:
-            raise ValueError(f"{where}: {action} comes before F{action.microbatch}, must come after it; plan again")
-        passed.add(action.microbatch)
-
-
 SUM_TOLERANCE = 1e-6
 """Relative: `BatchPlan.predicted_s` against the sum over microbatches or pipelines."""
 ROUNDING = 1e-9
@@ -163,8 +89,8 @@ ROUNDING = 1e-9
 
 
 def check_claims(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:
-    """The plan fits the cluster and the batch, its groups are disjoint, its slices and pipelines whole, its seconds
-    agree with each other.
+    """The plan fits the cluster and the batch, its groups are disjoint, its pipelines whole, its seconds agree with
+    each other. Slices are proved by what programs load and compute.
 
     Raises:
         ValueError: names the field, its value and its bound.
@@ -184,7 +110,6 @@ def check_claims(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster:
     for number, microbatch in enumerate(plan.microbatches):
         _check_group_seconds(microbatch, number)
     check_pipelines(plan, cluster=cluster)
-    check_slices(plan, sequences)
     _check_seconds(plan)
 
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayfcp.telemetry.baseline import Baseline, Both
+from rayfcp.telemetry.baseline import Baseline
 from rayfcp.telemetry.events import Event, EventKind, append_event
 from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.report import write_report
@@ -78,19 +78,14 @@ class Sample:
             )
 
     def _baseline(self, rng: random.Random) -> Baseline:
-        apart = max(1, self.num_steps // 12)
-        both = tuple(
-            Both(
-                step=step,
-                before=_imbalance(rng.uniform(0.25, 0.35)),
-                after=_imbalance(rng.uniform(0.02, 0.05)),
-                before_s=rng.uniform(3.0, 4.0),
-                after_s=rng.uniform(2.0, 2.2),
-                before_degree=4,
-            )
-            for step in range(1, self.num_steps + 1, apart)
+        steps = tuple(range(1, self.num_steps + 1, max(1, self.num_steps // 12)))
+        return Baseline(
+            static="static-cp",
+            own="flex-ring",
+            steps=steps,
+            imbalances=tuple((rng.uniform(0.25, 0.35), rng.uniform(0.02, 0.05)) for _ in steps),
+            step_s=tuple((rng.uniform(3.0, 4.0), rng.uniform(2.0, 2.2)) for _ in steps),
         )
-        return Baseline(static="static-cp", own="flex-ring", steps=both)
 
 
 def _imbalance(compute: float) -> Imbalance:

@@ -164,4 +164,6 @@ def test_a_run_without_trace_events_and_times(watched: Opener, tmp_path: Path) -
         log.append(report(1, strategy="<script>document.title = 'run by whom?'</script>"))
     page = watched("report-bare").open(write_report(tmp_path))
     assert page.locator(".zoom").count() == 0 and tile(page, "wall") == "–"
+    assert page.locator('figure[data-steps="devices"]').is_hidden(), "their number never changed"
+    assert page.locator('figure[data-steps="loss"]').is_visible()
     assert page.title() == f"{tmp_path.name} · rayfcp"

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.controller.training import TrainingRun
+from rayfcp.cluster.controller.training import Controller
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config
@@ -67,20 +66,18 @@ def run_until_injected(
 ) -> Ended:
     """Train in this process until all faults came about, `STEPS_AFTER` steps were done after the last, and the metrics
     show what `until` asks for."""
-    config, stopping = _endless(config), threading.Event()
-    data_dir = prepared_data(config, log=lambda _: None)
+    config = _endless(config)
+    controller = Controller(config, prepared_data(config, log=lambda _: None), runtime=RayRuntime(ChaosWorker))
 
     def train(audience: Audience) -> None:
-        run = TrainingRun(config, data_dir=data_dir, runtime=RayRuntime(ChaosWorker), stopping=stopping)
-        try:
-            run.execute()
-        finally:
-            audience.lines += run.messages
+        outcome = controller.run()
+        audience.lines += controller.messages
+        assert outcome.finished is not None, outcome.trace or outcome.error
 
     injector = Injector(
         schedule, run_dir=config.run_dir, cluster=cluster, num_devices=num_devices, patience_s=patience_s, log=log
     )
-    return _watched(config, train, injector=injector, stop=stopping.set, until=until)
+    return _watched(config, train, injector=injector, stop=controller.stop, until=until)
 
 
 def run_as_users_do(

@@ -9,8 +9,8 @@ import ray
 
 from jobs.bench.faults import BEGAN, ENDED, Moments
 from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
-from rayfcp.cluster.workers.worker import RankWorker
-from rayfcp.execute.reports import Joined, RankReport
+from rayfcp.cluster.workers.worker import DeviceWorker
+from rayfcp.execute.reports import DeviceReport, Joined
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch
 from tests.chaos.commands import Command, Commands
@@ -24,7 +24,7 @@ def moments_dir(run_dir: str | Path) -> Path:
     return path.with_name(f"{path.name}.moments")
 
 
-class ChaosWorker(RankWorker):
+class ChaosWorker(DeviceWorker):
     """A worker whose network and disk can fail."""
 
     def open(self) -> DeviceFacts:
@@ -43,7 +43,7 @@ class ChaosWorker(RankWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().join(number, meeting, **options)
 
-    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> RankReport:
+    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> DeviceReport:
         number, num_devices = self._engine.position.device, self._engine.position.num_devices
         self._moments.add(BEGAN, batch.step, number=number, num_devices=num_devices)
         report = super().step(program, batch, **options)

@@ -14,7 +14,7 @@ from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.starting import WorkerStart
-from rayfcp.cluster.workers.worker import RankWorker
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, CollectiveFailedError
@@ -31,13 +31,13 @@ class LightEngine:
         self.copies, self.aborted = HeldCopies(), threading.Event()
 
     def beat(self) -> Beat:
-        return Beat(number=0, step=1, num_done=0, waiting=False, memory_bytes={})
+        return Beat(step=1, num_done=0, waiting=False)
 
     def abort(self) -> None:
         self.aborted.set()
 
 
-class LightWorker(RankWorker):
+class LightWorker(DeviceWorker):
     """Loads no torch."""
 
     def open(self) -> DeviceFacts:
@@ -104,7 +104,7 @@ def light_config(folder: Path, *, name: str, num_workers: int, **elastic: float)
     return run_config(folder, name=name, cluster={"num_workers": num_workers, "device": "cpu"}, elastic=elastic)
 
 
-def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = LightWorker) -> WorkerStart:
+def light_start(config: Config, *, run_key: str, worker: type[DeviceWorker] = LightWorker) -> WorkerStart:
     runtime = RayRuntime(worker)
     return WorkerStart(config, runtime=runtime, device="cpu", data_dir="", vocab_size=256, run_key=run_key)
 

@@ -57,7 +57,7 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
-    worker_group, pending = WorkerGroup.launch(start, stopped=lambda: False), PendingWorkers(start)
+    worker_group, pending = WorkerGroup(start, start.open_all()), PendingWorkers(start)
     snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="k")
     snapshot_stores.assign(worker_group.members)
     worker_group.kill_process = snapshot_stores.kill

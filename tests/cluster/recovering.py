@@ -8,7 +8,7 @@ from pathlib import Path
 from ray._private.state import actors
 
 from rayfcp.cluster.workers.facts import DeviceFacts
-from rayfcp.cluster.workers.worker import RankWorker
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.cluster.processes import lives
@@ -17,7 +17,7 @@ CLOSED = "closed to new workers"
 """A file in a run's folder while which no worker can start."""
 
 
-class PickyWorker(RankWorker):
+class PickyWorker(DeviceWorker):
     """Cannot start while the run's folder says so, as if the cluster were full."""
 
     def open(self) -> DeviceFacts:

@@ -118,7 +118,7 @@ def test_interrupted_then_gone_on_with(
     first = started()
     first.until(lambda: num_steps(run_dir) >= 3)
     seen = " ".join(marked(f"{MARK}={first.mark}").values())
-    assert all(name in seen for name in ("raylet", "gcs_server", "Controller", "Planner", "RankWorker")), seen
+    assert all(name in seen for name in ("raylet", "gcs_server", "Controller", "Planner", "DeviceWorker")), seen
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     refused = capsys.readouterr().err
     assert "rayfcp: error: run.dir is " in refused and "in use by another run: process " in refused
@@ -151,15 +151,15 @@ def test_interrupted_then_gone_on_with(
 def test_a_second_sigterm_ends_a_run_that_does_not_answer(started: Callable[..., Command], tmp_path: Path) -> None:
     """Its worker is frozen in the step that the first one lets end. On the cluster nothing of it is left."""
     run_dir = tmp_path / "stopped"
-    before = set(pids("RankWorker"))
+    before = set(pids("DeviceWorker"))
     with free_cpus_again():
         command = started(f"cluster.address={ray.get_runtime_context().gcs_address}")
         command.until(lambda: num_steps(run_dir) >= 1)
-        (worker,) = set(pids("RankWorker")) - before
+        (worker,) = set(pids("DeviceWorker")) - before
         os.kill(worker, signal.SIGSTOP)
         command.terminate()
         command.until(lambda: "again stops at once" in command.log.read_text())
         command.terminate()
         written = command.ends_with(1)
     assert written.rstrip().endswith("rayfcp: stopped before the end")
-    assert is_tidy(run_dir) and worker not in pids("RankWorker")
+    assert is_tidy(run_dir) and worker not in pids("DeviceWorker")

@@ -11,7 +11,7 @@ from rayfcp.cluster.controller.stepping import RECORD, NumberGuard
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import Config
 from rayfcp.data import load_tokenizer
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import GlobalBatch, Sample
 from tests.cluster.runs import run_config, steps_of, write_texts
@@ -22,8 +22,8 @@ def batch_of(step: int) -> GlobalBatch:
     return GlobalBatch(step=step, epoch=0, samples=samples)
 
 
-def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> RankReport:
-    return RankReport(
+def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> DeviceReport:
+    return DeviceReport(
         number=0,
         stage=0,
         rank=0,
@@ -34,8 +34,6 @@ def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> RankReport:
         learning_rate=1e-3,
         step_s=1.0,
         wait_s=0.0,
-        bytes_sent=0,
-        num_pairs=0.0,
         memory_bytes={},
         gather_s=(),
         spans=(),

@@ -37,7 +37,7 @@ def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, Snaps
     with free_cpus_again():
         start = light_start(config, run_key="losses")
         worker_group, pending = (
-            WorkerGroup.launch(start, stopped=lambda: False),
+            WorkerGroup(start, start.open_all()),
             PendingWorkers(start),
         )
         snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="losses")
@@ -156,7 +156,7 @@ def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:
     config = light_config(tmp_path, name="orphan", num_workers=1)
     with free_cpus_again():
         start = light_start(config, run_key="orphans", worker=ImpatientWorker)
-        worker_group = WorkerGroup.launch(start, stopped=lambda: False)
+        worker_group = WorkerGroup(start, start.open_all())
         store = ray.remote(ImpatientStore).options(num_cpus=0).remote(orphan_s=PATIENCE_S)
         ray.get(worker_group.workers[0].outlive_a_watch.remote())
         start._held.pop(worker_group.members[0].id)
@@ -195,6 +195,7 @@ def test_signs_of_life_are_given_often_enough_until_closed() -> None:
 def test_the_class_of_workers_is_the_callers(tmp_path: Path) -> None:
     config = light_config(tmp_path, name="own", num_workers=1)
     with free_cpus_again():
-        worker_group = WorkerGroup.launch(light_start(config, run_key="own", worker=LightWorker))
+        start = light_start(config, run_key="own", worker=LightWorker)
+        worker_group = WorkerGroup(start, start.open_all())
         assert idle(worker_group)
         worker_group.end()

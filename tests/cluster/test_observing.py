@@ -7,7 +7,7 @@ import pytest
 
 from rayfcp.cluster.controller.observing import TimedGroups, observations, own_seconds, rank_seconds, timed_groups
 from rayfcp.config.models import PlanConfig
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.plan import plan_batch
 from rayfcp.plan.imbalance import rank_loads
 from rayfcp.values import ClusterSpec, Span, SpanKind
@@ -21,7 +21,9 @@ GROUPS = timed_groups(PLAN, BATCH, cluster=CLUSTER)
 TRAFFIC_S = 0.125
 
 
-def reports(groups: TimedGroups = GROUPS, *, host_waits: bool = True, traffic_s: float = TRAFFIC_S) -> list[RankReport]:
+def reports(
+    groups: TimedGroups = GROUPS, *, host_waits: bool = True, traffic_s: float = TRAFFIC_S
+) -> list[DeviceReport]:
     """Ranks that compute as predicted, wait in gathers for the slowest of them, and gather for `traffic_s`."""
     found = []
     for rank in range(CLUSTER.num_ranks):
@@ -36,7 +38,7 @@ def reports(groups: TimedGroups = GROUPS, *, host_waits: bool = True, traffic_s:
                     Span(rank=rank, stage=0, kind=kind, label=f"{kind.value} {number}", start_s=0.0, stop_s=stop_s)
                 )
         found.append(
-            RankReport(
+            DeviceReport(
                 number=rank,
                 stage=0,
                 rank=rank,
@@ -47,8 +49,6 @@ def reports(groups: TimedGroups = GROUPS, *, host_waits: bool = True, traffic_s:
                 learning_rate=1.0,
                 step_s=sum(span.duration_s for span in spans) + rank,
                 wait_s=sum(waited),
-                bytes_sent=0,
-                num_pairs=0,
                 memory_bytes={},
                 gather_s=tuple(waited) if host_waits else (math.nan,) * len(waited),
                 spans=tuple(spans),
@@ -132,7 +132,7 @@ def test_seconds_of_slow_ranks_are_told_at_the_usual_speed() -> None:
             assert each.seconds == pytest.approx(usual_s * more)
 
 
-def told(own_s: list[float], *, message_s: float = 0.0, num_stages: int = 1) -> list[RankReport]:
+def told(own_s: list[float], *, message_s: float = 0.0, num_stages: int = 1) -> list[DeviceReport]:
     """Devices that compute for `own_s` in one microbatch beside gathers, messages and other stages, for which all wait
     until the slowest is done."""
     longest_s = max(own_s) + 1.0

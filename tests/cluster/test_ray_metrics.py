@@ -7,7 +7,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayfcp.cluster.controller.ray_metrics import ray_mirror
+from rayfcp.cluster.runtime.on_ray import RayMirror
 from rayfcp.elastic.facts import Cause
 from rayfcp.telemetry.metrics import RunSeries
 from rayfcp.telemetry.names import METRICS, PREFIX
@@ -42,8 +42,7 @@ def exported(run: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_exports_the_same_names_labels_and_values() -> None:
     run = f"mirrored-{os.getpid()}"
-    mirror = ray_mirror()
-    assert mirror is not None
+    mirror = RayMirror()
     series = RunSeries(run, mirror=mirror)
     series.set("loss", 2.5)
     series.set("worker_busy_seconds", 1.25, rank="0")
@@ -67,8 +66,7 @@ def test_ray_exports_the_same_names_labels_and_values() -> None:
 
 
 def test_what_ray_refuses_ends_the_mirror_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    mirror = ray_mirror()
-    assert mirror is not None
+    mirror = RayMirror()
     mirror.set("loss", 1.0, labels={"of": "another kind"})
     mirror.close()
     mirror.add("tokens_total", 1, labels={"run": "nowhere"})

@@ -48,15 +48,15 @@ def test_what_a_run_writes_beside_its_steps(trained: Config) -> None:
 
 
 def test_the_trace_has_what_was_foretold_beside_what_was_measured(trained: Config) -> None:
-    trace = read_trace(Path(trained.run_dir) / "trace.json")
-    assert [(track.process, track.name) for track in trace.tracks] == [
+    rows, names, marks = read_trace(Path(trained.run_dir) / "trace.json")
+    assert [(names[process, 0], names[process, thread]) for process, thread in rows] == [
         (process, f"rank {rank}") for process in ("predicted", "measured") for rank in (0, 1)
     ]
-    assert [name for name, _ in trace.marks] == [f"step {STEPS - 1}", f"step {STEPS}"]
-    for predicted, measured in zip(trace.tracks[:2], trace.tracks[2:], strict=True):
+    assert [name for name, _ in marks] == [f"step {STEPS - 1}", f"step {STEPS}"]
+    tracks = list(rows.values())
+    for predicted, measured in zip(tracks[:2], tracks[2:], strict=True):
         passes = [
-            [name for _, _, kind, name in track.events if kind in ("forward", "backward")]
-            for track in (predicted, measured)
+            [name for _, _, kind, name in spans if kind in ("forward", "backward")] for spans in (predicted, measured)
         ]
         assert passes[0] == passes[1] and passes[0]
 
@@ -68,10 +68,10 @@ def test_the_command_adds_a_static_baseline(trained: Config, capsys: pytest.Capt
     page = (Path(trained.run_dir) / "report.html").read_text()
     assert "static baseline: static-cp" in page and "this run: flex-ring" in page
     found = baseline_of(trained.run_dir, num_steps=3, log=lambda _: None)
-    assert found is not None and [each.step for each in found.steps] == [1, 3, STEPS]
-    for each in found.steps:
-        assert 0 <= each.before.compute < 1 and 0 <= each.after.compute < 1
-        assert math.isfinite(each.before_s) and each.before_s > 0 and each.after_s > 0 and each.before_degree in (1, 2)
+    assert found is not None and found.steps == (1, 3, STEPS)
+    assert len(found.imbalances) == len(found.step_s) == 3
+    assert all(0 <= each < 1 for pair in found.imbalances for each in pair)
+    assert all(0 < each < math.inf for pair in found.step_s for each in pair)
 
 
 def test_a_baseline_of_other_data_is_refused(trained: Config, tmp_path: Path) -> None:

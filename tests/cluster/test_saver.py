@@ -15,7 +15,7 @@ from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import ConfigError
 from rayfcp.data import LengthIndex, Sampler
 from rayfcp.data.prepare import prepare_local
-from rayfcp.execute.reports import RankReport, SavedPart, find_damage, sum_files
+from rayfcp.execute.reports import DeviceReport, SavedPart, find_damage, sum_files
 from rayfcp.telemetry.metrics import MetricsExporter
 from tests.cluster.runs import run_config, write_texts
 from tests.cluster.test_guard import report_of
@@ -103,7 +103,7 @@ class Run:
     def step(self, step: int, *parts: SavedPart | None) -> None:
         """A step in whose reports devices said this of what they wrote; a commit begun in it has ended after it."""
         told = [*parts, *[None] * (len(self.worker_group) - len(parts))]
-        ranks: list[RankReport] = [
+        ranks: list[DeviceReport] = [
             replace(report_of(step, loss=1.0), number=number, saved=part) for number, part in enumerate(told)
         ]
         self.saver.after_step(step, ranks=ranks)

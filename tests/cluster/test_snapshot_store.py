@@ -31,7 +31,8 @@ WHOLE = [("weight", "parameter", Box(offsets=(0,), sizes=(2500,)))]
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerGroup, SnapshotStores]]:
     config = light_config(tmp_path_factory.mktemp("kept"), name="kept", num_workers=1)
     with free_cpus_again():
-        worker_group = WorkerGroup.launch(light_start(config, run_key="kept"), stopped=lambda: False)
+        start = light_start(config, run_key="kept")
+        worker_group = WorkerGroup(start, start.open_all())
         snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="kept")
         yield worker_group, snapshot_stores
         worker_group.end()

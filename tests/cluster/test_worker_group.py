@@ -15,7 +15,7 @@ def launch(config: Config, *, device: str) -> WorkerGroup:
     start = WorkerStart(
         config, runtime=RayRuntime(), device=device, data_dir=config.run_dir, vocab_size=256, run_key=config.run.name
     )
-    return WorkerGroup.launch(start)
+    return WorkerGroup(start, start.open_all())
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cost.placement import node_of_ranks, place_groups
+from rayfcp.cost.placement import node_of_ranks, place_groups, ranks_of_nodes
 from rayfcp.values import ClusterSpec
 
 
@@ -12,7 +12,7 @@ def test_ranks_are_disjoint_and_small_groups_stay_inside_a_node(nodes: list[int]
     while sum(degrees) < len(nodes) and data.draw(st.booleans()):
         degrees.append(data.draw(st.integers(1, len(nodes) - sum(degrees))))
     degrees.sort(reverse=True)
-    placed = place_groups(degrees, cluster=cluster, ranks_per_node=8)
+    placed = place_groups(degrees, ranks_of_nodes(cluster, ranks_per_node=8))
     assert [len(ranks) for ranks in placed] == degrees
     taken = [rank for ranks in placed for rank in ranks]
     assert len(set(taken)) == len(taken) and set(taken) <= set(range(len(nodes)))
@@ -27,13 +27,13 @@ def test_ranks_are_disjoint_and_small_groups_stay_inside_a_node(nodes: list[int]
 
 def test_without_nodes_the_profile_says_how_many_ranks_share_one() -> None:
     cluster = ClusterSpec(num_ranks=8, max_tokens_per_rank=1)
-    assert place_groups([3, 3, 2], cluster=cluster, ranks_per_node=4) == [(0, 1, 2), (4, 5, 6), (3, 7)]
-    assert place_groups([5, 3], cluster=cluster, ranks_per_node=8) == [(0, 1, 2, 3, 4), (5, 6, 7)]
+    assert place_groups([3, 3, 2], ranks_of_nodes(cluster, ranks_per_node=4)) == [(0, 1, 2), (4, 5, 6), (3, 7)]
+    assert place_groups([5, 3], ranks_of_nodes(cluster, ranks_per_node=8)) == [(0, 1, 2, 3, 4), (5, 6, 7)]
 
 
 def test_groups_larger_than_a_node_take_what_the_others_leave() -> None:
     cluster = ClusterSpec(num_ranks=16, max_tokens_per_rank=1)
-    placed = place_groups([7, 3, 3, 3], cluster=cluster, ranks_per_node=4)
+    placed = place_groups([7, 3, 3, 3], ranks_of_nodes(cluster, ranks_per_node=4))
     assert [len({rank // 4 for rank in ranks}) for ranks in placed] == [4, 1, 1, 1]
 
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Limits, Loss, Setbacks
 
 NODES = ("n0", "n1", "n2", "n3")
 NOW_S = 1000.0
@@ -66,8 +66,8 @@ def worlds(draw: st.DrawFn) -> Facts:
     node = st.sampled_from(NODES)
     born = devices(*draw(st.lists(node, min_size=count, max_size=count)))
     alive = draw(st.sets(st.sampled_from(born))) if born and draw(st.booleans()) else set(born)
-    others = draw(st.lists(st.builds(Device, id=st.just(""), node_id=node, ready_s=st.floats(900, NOW_S)), max_size=6))
-    extra = [Device(id=f"s{index}", node_id=each.node_id, ready_s=each.ready_s) for index, each in enumerate(others)]
+    others = draw(st.lists(node, max_size=6))
+    extra = [Device(id=f"s{index}", node_id=each) for index, each in enumerate(others)]
     ids = tuple(each.id for each in born)
     return Facts(
         limits=bounds,
@@ -75,7 +75,7 @@ def worlds(draw: st.DrawFn) -> Facts:
         devices=tuple(draw(st.permutations([*sorted(alive, key=lambda each: each.id), *extra]))),
         active=ids,
         num_stages=num_stages,
-        leaving=tuple(Leaving(node_id=each, deadline_s=NOW_S + 30) for each in sorted(draw(st.sets(node, max_size=2)))),
+        leaving=dict.fromkeys(sorted(draw(st.sets(node, max_size=2))), NOW_S + 30),
         starting_since_s=tuple(draw(st.lists(st.floats(900, NOW_S), max_size=2))),
         losses=tuple(draw(st.lists(st.builds(Loss, place=node, at_s=st.floats(300, NOW_S)), max_size=5))),
         failure=draw(st.none() | failures(ids)),
@@ -86,9 +86,8 @@ def worlds(draw: st.DrawFn) -> Facts:
 
 def usable(facts: Facts) -> set[str]:
     """Ids of devices that a decision may take."""
-    gone = {each.node_id for each in facts.leaving}
     given_up = facts.failure.lost if facts.failure else ()
-    return {each.id for each in facts.devices if each.node_id not in gone} - set(given_up)
+    return {each.id for each in facts.devices if each.node_id not in facts.leaving} - set(given_up)
 
 
 def is_calm(facts: Facts) -> bool:

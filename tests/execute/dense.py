@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from rayfcp.execute.attention.function import attention
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram, lower
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import plan_of
+from tests.execute.threads import InProcessTransport
 from tests.masks import seen
 from tests.program.helpers import forwards
 

@@ -20,7 +20,7 @@ from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
-from rayfcp.execute.reports import CollectiveFailedError, RankReport
+from rayfcp.execute.reports import CollectiveFailedError, DeviceReport
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Source
 from rayfcp.models.build import sharded_model
@@ -90,7 +90,7 @@ class Device:
         self.position, self._layers = position, layers
         self.engine.join(position, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
 
-    def step(self, number: int, **options: Any) -> RankReport:
+    def step(self, number: int, **options: Any) -> DeviceReport:
         position, batch = self.position, self._data.sampler.batch(number)
         sequences = sequences_of(batch, layer_kinds=self._data.model.layer_kinds)
         if position.num_stages == 1:

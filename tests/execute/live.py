@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rayfcp.execute.parallel.transport import Envelope, InProcessTransport, Pending
+from rayfcp.execute.parallel.transport import Envelope, Pending
+from tests.execute.threads import InProcessTransport
 
 
 class LiveBytes(TorchDispatchMode):

@@ -84,7 +84,7 @@ def modelled(case: StagedCase, program: RankProgram) -> int:
         layer=layer_bytes(model, bytes_per_element=4),
         num_kv_heads=model.num_kv_heads,
     )
-    return int(held_bytes(program, stage).left.max())
+    return int(held_bytes(program, stage)[1].max())
 
 
 @pytest.mark.parametrize(

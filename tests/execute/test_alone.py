@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayfcp.execute.attention.function import attention
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, MicrobatchPlan
+from tests.execute.threads import InProcessTransport
 from tests.masks import specs
 
 VIEWS = {

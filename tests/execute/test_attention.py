@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rayfcp.execute.attention.function import attention
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram
 from rayfcp.program.heads import lower_heads
@@ -21,6 +21,7 @@ from tests.execute.dense import (
     assert_programs_equal_to_dense,
 )
 from tests.execute.layouts import random_layout
+from tests.execute.threads import InProcessTransport
 from tests.masks import specs
 
 

@@ -12,13 +12,14 @@ from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program import Forward, RankProgram, lower
 from rayfcp.program.instructions import Backward, Free
 from rayfcp.values import BatchPlan, Block, Group, Layout, Primitive, SequenceSpec
 from tests.examples import examples
 from tests.execute.dense import Tensors, dense, random_tensors, run_ranks
+from tests.execute.threads import InProcessTransport
 from tests.program.pipelines import random_pipelines
 
 HEAD_DIM = 8

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayfcp.cluster.workers.worker import RankWorker
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.profiles import HARDWARE
 from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
@@ -65,7 +65,7 @@ def test_a_worker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayfcp.cluster.workers.worker.OrphanWatch", lambda _: None)  # it would end this process
     config = Config.model_validate({"data": {"paths": ["."]}, "cluster": {"device": "npu"}})
     with pytest.raises(KernelUnavailableError, match="torch_npu is not installed; install CANN"):
-        RankWorker(config, "", vocab_size=1).open()
+        DeviceWorker(config, "", vocab_size=1).open()
 
 
 def part(**attributes: Any) -> Any:

@@ -188,7 +188,3 @@ def test_settings_have_reasons_and_one_value() -> None:
     assert len({setting.name for setting in settings}) == len(settings)
     assert all(setting.value and setting.reason for setting in settings)
 
-
-def test_a_step_after_a_failed_backward_pass_is_refused(tmp_path: Path) -> None:
-    """FSDP does not finish gradients after an error in a backward pass: later steps would learn nothing, or nonsense,
-    without an error. A new generation trains as before."""

@@ -9,7 +9,7 @@ import torch
 from rayfcp.config.models import PlanConfig
 from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.build import random_model
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.program import Forward, HeadProgram, RankProgram, lower
@@ -30,6 +30,7 @@ from tests.execute.cases import (
 )
 from tests.execute.dense import run_ranks
 from tests.execute.gloo import run_on_gloo
+from tests.execute.threads import InProcessTransport
 
 PROFILE = ModelProfile(
     name="cases",

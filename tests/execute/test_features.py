@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rayfcp.execute.attention.schedule import rows_of
-from rayfcp.execute.parallel.transport import AttentionStats, Fabric, InProcessTransport, Transport
+from rayfcp.execute.parallel.transport import AttentionStats, Fabric, Transport
 from rayfcp.execute.vision import PlacedFeatures, place_features
 from rayfcp.program import Encode, Piece, ReshuffleProgram, lower_reshuffle
 from rayfcp.values import Block, Layout
 from tests.examples import examples
 from tests.execute.dense import run_ranks
+from tests.execute.threads import InProcessTransport
 
 WIDTH = 3
 

@@ -21,7 +21,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import StageModule
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import lower
@@ -135,7 +135,7 @@ class Alone:
         self.model = sharded_model(self.data.library, run=self.config.model, seed=0, world=world)
         return self.model
 
-    def step(self, number: int) -> RankReport:
+    def step(self, number: int) -> DeviceReport:
         batch = self.data.sampler.batch(number)
         sequences = sequences_of(batch, layer_kinds=self.data.model.layer_kinds)
         plan = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=4096), cost=UNIT)

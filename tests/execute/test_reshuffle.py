@@ -13,7 +13,7 @@ from rayfcp.config.models import BlockOptions
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
@@ -23,6 +23,7 @@ from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, Tensors, den
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.execute.test_blocks import laid_out
+from tests.execute.threads import InProcessTransport
 from tests.masks import specs
 
 WIDTHS = (HEADS, KV_HEADS, KV_HEADS, HEADS)

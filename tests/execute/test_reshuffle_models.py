@@ -8,13 +8,14 @@ import torch
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.build import random_model
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Piece, RankProgram, lower, lower_reshuffle
 from tests.execute.cases import CASES, SEED, Case, CaseTokens, Gradients, assert_same, expected, library_config
 from tests.execute.dense import run_ranks
 from tests.execute.loops import whole_sequences
+from tests.execute.threads import InProcessTransport
 
 
 def in_their_order(case: Case, number: int) -> tuple[list[list[Piece]], list]:

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.program import Send, StageFlow
 from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.execute.cases import CaseTokens, assert_same
 from tests.execute.gloo_stages import Run, run_on_gloo
 from tests.execute.staged import HIDDEN_SIZE, Fabrics, expected, random_case, run_in_process, typical_case, with_windows
+from tests.execute.threads import InProcessTransport
 
 LAYERS = {1: (3,), 2: (1, 2), 3: (2, 1, 1), 4: (1, 1, 2, 1)}
 

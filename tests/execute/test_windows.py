@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayfcp.config.models import BlockOptions
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.program import lower
 from rayfcp.values import Block, LayerKind, Layout, SequenceSpec
 from tests.examples import examples
@@ -19,6 +19,7 @@ from tests.execute import test_context
 from tests.execute.dense import LENGTHS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.test_blocks import laid_out
+from tests.execute.threads import InProcessTransport
 from tests.masks import kinds, specs
 from tests.program.helpers import forwards
 from tests.program.pipelines import random_pipelines

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.bench.alone import random_shards
-from rayfcp.execute.interpreter import IGNORED
+from rayfcp.data.rows import IGNORED
 from rayfcp.values import VisionProfile
 from tests.execute.gloo import FORKS
 from tests.program.images import VISION

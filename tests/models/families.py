@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.program import Load, RankProgram, lower
 from tests.execute.cases import SEED, Case, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
+from tests.execute.threads import InProcessTransport
 
 DTYPE = "float64"
 BOUND = 1e-10

@@ -10,11 +10,12 @@ from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
 from rayfcp.program import Forward, lower
 from rayfcp.values import LayerKinds
+from tests.execute.threads import InProcessTransport
 
 VOCAB = 61
 FAMILIES = ("qwen3", "qwen2", "llama")

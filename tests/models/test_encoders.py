@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayfcp.execute.vision import Pixels
+from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.models.vision import VisionLM
 from tests.examples import examples
 from tests.models.vlm import PATCH, vlm_config, vlm_model
@@ -16,22 +16,22 @@ SIDES = st.integers(1, 4).map(lambda half: 2 * half)
 MODELS = {family: vlm_model(vlm_config(family), dtype="float64") for family in ("qwen3_vl", "internvl")}
 
 
-def images_of(family: str, grids: list[tuple[int, int]]) -> list[Pixels]:
+def images_of(family: str, grids: list[tuple[int, int]]) -> list[DecodedImages]:
     rng = np.random.default_rng(len(grids))
     found = []
     for height, width in grids:
         shape = (height * width, 6 * PATCH**2) if family == "qwen3_vl" else (1, 3, height * PATCH, width * PATCH)
         values = rng.standard_normal(shape).astype(np.float32)
-        found.append(Pixels(values=values, grids=np.array([[height, width]])))
+        found.append(DecodedImages(values=values, grids=np.array([[height, width]])))
     return found
 
 
-def joined(images: list[Pixels]) -> Pixels:
+def joined(images: list[DecodedImages]) -> DecodedImages:
     values, grids = ([getattr(each, name) for each in images] for name in ("values", "grids"))
-    return Pixels(values=np.concatenate(values), grids=np.concatenate(grids))
+    return DecodedImages(values=np.concatenate(values), grids=np.concatenate(grids))
 
 
-def assert_apart(model: VisionLM, images: list[Pixels]) -> None:
+def assert_apart(model: VisionLM, images: list[DecodedImages]) -> None:
     together = model.encode(joined(images))
     alone = torch.cat([model.encode(each) for each in images])
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-11)

@@ -8,8 +8,11 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
+from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.models.build import put, sharded_model
+from rayfcp.execute.state.snapshots import own_box
+from rayfcp.models.build import sharded_model
+from rayfcp.models.pretrained import read
 from rayfcp.program import lower
 from tests.execute.cases import SEED, Case, CaseTokens
 from tests.execute.gloo import joined, on_processes
@@ -62,7 +65,7 @@ def _run(what: str, case: Case, world: ProcessGroups) -> Result:
     whole = disturbed(config)
     values = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
-        put(parameter, values[name].detach())
+        local_shard(parameter).copy_(read(values[name].detach(), own_box(parameter)))
     transport, kernel = DistributedTransport(world.attend), pick_kernel("cpu")
     interpreter = Interpreter(transport=transport, kernel=kernel, model=model)
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]

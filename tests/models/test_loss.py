@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_bytes, loss_chunk_tokens
-from rayfcp.execute.interpreter import IGNORED
+from rayfcp.data.rows import IGNORED
 from rayfcp.models.causal_lm import cross_entropy_sum, head_loss
 from rayfcp.values import ModelProfile
 from tests.examples import examples

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.models import lazy
+from rayfcp.models import pretrained
 from rayfcp.models.build import empty_model
-from rayfcp.models.lazy import LazyTensor, Source, read
-from rayfcp.models.pretrained import check_weights, fill_pretrained
+from rayfcp.models.pretrained import LazyTensor, Source, check_weights, fill_pretrained, read
 from rayfcp.values.state import Box
 from tests.examples import examples
 from tests.models.folders import ALL_FOLDERS, saved
@@ -71,7 +70,7 @@ def test_a_part_of_what_was_converted_reads_no_more_than_it_needs(how: str, data
         return read(source, box)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy, "read", counted)
+        patch.setattr(pretrained, "read", counted)
         assert torch.equal(source.read(box), read(whole, box))
     assert sum(sizes_read) == box.num_elements
 

@@ -14,9 +14,8 @@ from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models import pretrained
 from rayfcp.models.build import sharded_model
-from rayfcp.models.lazy import read
 from rayfcp.models.library import vision_family
-from rayfcp.models.pretrained import fill_pretrained
+from rayfcp.models.pretrained import fill_pretrained, read
 from tests.execute.gloo import joined, on_processes
 from tests.models.folders import saved
 
@@ -96,7 +95,9 @@ def _load(folder: Path, world: ProcessGroups) -> Device:
             wrong.append(name)
     sizes: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained, "read", lambda source, box: (sizes.append(box.num_elements), read(source, box))[1])
+        patch.setattr(
+            pretrained, "own_box", lambda target: (sizes.append(own_box(target).num_elements), own_box(target))[1]
+        )
         fill_pretrained(model.model, path, config=config)
     num_whole = sum(each.numel() for each in want.values())
     return Device(wrong=tuple(wrong), num_held=num_held, num_whole=num_whole, num_read=sum(sizes))

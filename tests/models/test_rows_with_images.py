@@ -14,10 +14,11 @@ from torch import Tensor
 from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, TokenReader
+from rayfcp.data.rows import IGNORED
 from rayfcp.data.vision.processors import ImageTokenizer
-from rayfcp.execute.interpreter import IGNORED, BatchTokens, Interpreter
+from rayfcp.execute.interpreter import BatchTokens, Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.execute.vision import BatchImages, VisionLoader
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import model_config
@@ -29,6 +30,7 @@ from tests.data.vision.test_rows import BROKEN, prepared
 from tests.execute.cases import Case, Gradients, assert_same
 from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
+from tests.execute.threads import InProcessTransport
 from tests.models.families import disturb
 
 SIZES = ((40, 70), (64, 33), (30, 90))

@@ -9,7 +9,7 @@ import torch
 from rayfcp.config.models import PlanConfig
 from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies.registry import names
@@ -20,6 +20,7 @@ from rayfcp.verify import check_plan, check_programs
 from tests.execute.cases import Case, Gradients, assert_same
 from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
+from tests.execute.threads import InProcessTransport
 from tests.models.vlm import Row, Show, Shown, by_library, vlm_config, vlm_model
 
 QWEN = (

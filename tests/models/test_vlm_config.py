@@ -109,6 +109,19 @@ def test_other_families_with_parts_are_refused(tmp_path: Path) -> None:
         model_config(ModelConfig(path=str(tmp_path)), vocab_size=VOCAB)
 
 
+def test_a_family_with_several_text_parts_is_refused(tmp_path: Path) -> None:
+    """The library cannot say which of them is the language model."""
+    parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"}
+    parts_of = {name: AutoConfig.for_model(kind).to_dict() for name, kind in parts.items()}
+    AutoConfig.for_model("musicgen", **parts_of).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        model_config(ModelConfig(path=str(tmp_path)), vocab_size=VOCAB)
+    assert str(caught.value) == (
+        f"model.path is {str(tmp_path)!r}, musicgen has audio_encoder, decoder, text_encoder, only text runs, and "
+        "images with qwen3_vl, internvl; choose another model"
+    )
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -10,9 +10,11 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import keep_gathered, release
+from rayfcp.execute.parallel.sharding import keep_gathered, local_shard, release
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.models.build import put, sharded_model
+from rayfcp.execute.state.snapshots import own_box
+from rayfcp.models.build import sharded_model
+from rayfcp.models.pretrained import read
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan
 from tests.execute.cases import SEED, Case, Gradients, assert_same
@@ -91,7 +93,7 @@ def _run(run: Run, world: ProcessGroups) -> tuple[float, Gradients]:
     model = sharded_model(config, run=settings, seed=SEED, world=world)
     values = dict(vlm_model(config, dtype=DTYPE).named_parameters())
     for name, parameter in model.named_parameters():
-        put(parameter, values[name].detach())
+        local_shard(parameter).copy_(read(values[name].detach(), own_box(parameter)))
     if run.gathered:
         keep_gathered(model)
     program = lower(run.plan, shown.sequences, reduce_every=run.batch.reduce_every)[world.position.rank]

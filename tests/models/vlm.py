@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, PreTrainedConfig
 
+from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.interpreter import Tokens
-from rayfcp.execute.vision import Pixels
 from rayfcp.models.build import random_model
 from rayfcp.models.library import make_library_model
 from rayfcp.models.vision import VisionLM
@@ -178,9 +178,9 @@ class Shown:
         row = self.ids[sequence]
         return row[start:stop], np.append(row[1:], -100)[start:stop]
 
-    def pixels(self, sequence: int, *, first: int, last: int) -> Pixels:
+    def pixels(self, sequence: int, *, first: int, last: int) -> DecodedImages:
         grids = np.array(self.rows[sequence].grids[first:last])
-        return Pixels(values=np.concatenate(self.values[sequence][first:last]), grids=grids)
+        return DecodedImages(values=np.concatenate(self.values[sequence][first:last]), grids=grids)
 
     def positions(self, sequence: int, *, start: int, stop: int) -> Tokens:
         if self.family == "qwen3_vl":

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
-from rayfcp.plan.groups.kernels.cut import Cut, _packed, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
+from rayfcp.plan.groups.kernels.cut import _packed, cut_by_time, floor_s
+from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import _bottleneck
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
@@ -24,7 +24,7 @@ from rayfcp.plan.groups.kernels.state import (
     _open,
     copied,
 )
-from rayfcp.plan.groups.planner import PinnedGroup, prices_of, problem_of, table_of
+from rayfcp.plan.groups.planner import PinnedGroup, prices_of, problem_of, seconds_by_degree
 from rayfcp.values import ClusterSpec, Primitive
 from tests.examples import examples
 from tests.plan.degrees import least_makespan
@@ -45,8 +45,8 @@ def entry(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(lambda *given: kernel(*given))  # noqa: PLW0108
 
 
-price, allocate, open_group, join, walk, bottleneck, packed, queue_of = map(
-    entry, (_price, _allocate, _open, _join, _walk, _bottleneck, _packed, _queue)
+price, allocate, open_group, join, fill, bottleneck, packed, queue_of = map(
+    entry, (_price, _allocate, _open, _join, _fill, _bottleneck, _packed, _queue)
 )
 
 
@@ -118,7 +118,7 @@ def test_ranks_are_given_out_exactly(lengths: list[int], num_ranks: int, data: s
     groups = {name: open_group(held, 0, 1) for name in sorted(set(owners))}
     for at, name in enumerate(owners):
         join(held, at, groups[name], 1)
-    table = table_of(held.prices, state, groups=list(groups.values()))
+    table = seconds_by_degree(held.prices, state, groups=list(groups.values()))
     makespan_s = allocate(held, 0, 0)
     degrees = state.degree[list(groups.values())]
     assert degrees.sum() + state.spare[0] == num_ranks
@@ -149,12 +149,12 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
     lengths: list[int], num_ranks: int, max_tokens: int, cost: CostModel, rounds: bool
 ) -> None:
     held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost)
-    seconds = fill_in_turn(held, int(held.nodes.max()) if rounds else 0)
+    seconds = fill_in_turn(held, first=int(held.nodes.max()) if rounds else 0)
     before_s = check(held)
     assert seconds == pytest.approx(before_s, rel=1e-12)
     for change in (perturb, ruin, None):
         held.state.counts[MOVES] = 0
-        after_s = change(held, 3000, saved=copied(held.state)) if change else improve(held, 3000)
+        after_s = change(held, last=3000, saved=copied(held.state)) if change else improve(held, last=3000)
         assert check(held) == pytest.approx(after_s, rel=1e-12)
         assert after_s <= before_s * (1 + 1e-9)
         before_s = after_s
@@ -168,7 +168,7 @@ def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_r
     """Those of pinned are ranks as well."""
     pinned = [PinnedGroup(ranks=tuple(range(size)), speed=0.5, crosses=False) for size in sizes]
     held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens, pinned=pinned)
-    fill_in_turn(held, 0)
+    fill_in_turn(held)
     state = held.state
     for microbatch in range(state.counts[MICROBATCHES]):
         groups = np.flatnonzero(state.home[: state.counts[GROUPS]] == microbatch)
@@ -188,7 +188,7 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     state, batch, prices = held.state, held.batch, held.prices
     target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
     pool, node = data.draw(st.integers(0, num_ranks)), data.draw(st.sampled_from([0, num_ranks]))
-    walk(held, queue_of(held, np.arange(len(lengths))), 0, Walk(target_s, 0.0, pool, node))
+    fill(held, queue_of(held, np.arange(len(lengths))), Fill(0, 0, target_s, 0.0, pool, node))
     groups = [group for group in range(state.counts[0]) if state.degree[group]]
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
     assert (state.tokens[groups] <= state.degree[groups] * prices.max_tokens).all()
@@ -209,11 +209,10 @@ def test_a_packed_cut_is_a_plan_above_its_floor(
     lengths: list[int], num_ranks: int, max_tokens: int, count: int
 ) -> None:
     held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-    order = np.argsort(-held.batch.work_s, kind="stable")
-    part = cut_by_time(held, order, Cut(count, held.prices.max_tokens * num_ranks, float("inf")))
+    part = cut_by_time(held, count, held.prices.max_tokens * num_ranks, float("inf"))
     if len(part):
         assert sorted(set(part.tolist())) == list(range(part.max() + 1))
-        assert floor_s(held, part) <= pack(held, part) * (1 + 1e-12)
+        assert floor_s(held, part) <= pack(held, part=part) * (1 + 1e-12)
         check(held)
 
 

@@ -111,7 +111,7 @@ LAYOUT = Layout(
         ([[piece(0, 8)], [piece(0, 2, sequence=3)]], r"tokens \[0, 2\) of sequence 3 are on rank 1, but the layout"),
         ([[piece(0, 9)], []], r"tokens \[8, 9\) of sequence 0 are on rank 0, but the layout does not"),
         ([[piece(0, 8), piece(3, 3)], []], r"rank 0 has tokens \[3, 3\) of sequence 0"),
-        ([[piece(0, 8)]], "theirs has pieces for 1 ranks, the layout places tokens on rank 1"),
+        ([[piece(0, 8)]], r"the layout places tokens on rank 1, must be one of \[0, 1\)"),
     ],
 )
 def test_what_does_not_fit_is_named(theirs: list[list[Piece]], words: str) -> None:

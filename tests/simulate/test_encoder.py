@@ -141,6 +141,29 @@ def test_memory_of_images_lives_from_encode_to_backward() -> None:
     assert peaks[False] > peaks[True]
 
 
+@pytest.mark.parametrize("model", [SEEING, FROZEN], ids=["trained", "frozen"])
+def test_layers_that_stay_gathered_count_for_the_encoder_too(model: ModelProfile) -> None:
+    cluster, hardware = ClusterSpec(num_ranks=2, max_tokens_per_rank=800), machine()
+    plan, _ = planned(VIDEO, model=model, hardware=hardware, cluster=cluster, strategy="flex-ring")
+    assert len(plan.microbatches) > 1
+    programs = lower(plan, VIDEO)
+    again, once = (
+        simulate(programs, model=model, hardware=hardware, gather_every=every) for every in ("microbatch", "step")
+    )
+    assert once.iteration_s <= again.iteration_s
+    vision = model.vision
+    assert vision is not None
+    more = 2 * ((model.num_layers - 2) * model.layer_parameters + (vision.num_layers - 2) * vision.layer_parameters)
+    for samples, others in zip(once.memory, again.memory, strict=True):
+        assert [size for _, size in samples] == [size + more for _, size in others]
+    sizes: dict[str, Any] = {"recomputed_layers": 0, "bytes_per_element": 2, "reduce_every": "step"}
+    tokens = {
+        every: max_tokens_per_rank(model, num_devices=2, memory_bytes=size, gather_every=every, **sizes)
+        for every, size in (("microbatch", 1 << 30), ("step", (1 << 30) + more))
+    }
+    assert tokens["step"] == tokens["microbatch"]
+
+
 @pytest.mark.parametrize("strategy", ["flex-ring", "flex-block", "static-cp", "ring"])
 @pytest.mark.parametrize("model", [SEEING, FROZEN], ids=["trained", "frozen"])
 def test_what_is_planned_into_memory_stays_in_it(model: ModelProfile, strategy: str) -> None:

@@ -22,7 +22,7 @@ from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart, keep_alive
 from rayfcp.elastic.recoverable import StoredSnapshots
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.execute.state.copies import HeldCopies
 from tests.simulated.run import simulate
 from tests.simulated.schedule import draw
@@ -74,7 +74,7 @@ def _committed_early() -> AbstractContextManager[Any]:
         while len(self._pending) > 1 and not self._reason:
             if not self._take_ended():
                 self._look()
-        known = next((each for each in self._values if isinstance(each, RankReport)), None)
+        known = next((each for each in self._values if isinstance(each, DeviceReport)), None)
         if known is None or self._reason or not self._pending:
             return values(self)
         return [known if each is None else each for each in self._values]

@@ -333,7 +333,7 @@ class SimulatedRun:
 
     def check_metrics(self, controller: Controller, *, began_s: float) -> None:
         """Counters, events and folder tell the same at the end of a controller that ended by itself."""
-        journal = getattr(controller._run, "journal", None)
+        journal = controller.journal
         if journal is None:
             return
         with self.disk.paused():
@@ -398,7 +398,7 @@ class SimulatedRun:
             first, last = told[0] if self._goes_on else 1, outcome.finished.last_step
             if told[: max(0, last - first + 1)] != list(range(first, last + 1)):
                 self._violated(f"the user was told of steps {told}, the run ended after {outcome.finished}")
-        if self.controllers and getattr(self.controllers[-1]._run, "journal", None) is not None:
+        if self.controllers and self.controllers[-1].journal is not None:
             found = (self.folder / "config.yaml").read_text()
             if found != repr(self.config):
                 self._violated(f"config.yaml is {found[:80]}")

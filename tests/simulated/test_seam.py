@@ -16,7 +16,7 @@ ACTORS = {
 }
 """Code of actors other than the controller, which runs on Ray itself."""
 
-ON_RAY = ACTORS | {"controller/ray_metrics", "planning/profiling", "planning/preview"}
+ON_RAY = ACTORS | {"planning/profiling", "planning/preview"}
 ON_RAY |= {"controller/following"}  # handles signals, of the main thread
 
 CONTROL = [

@@ -14,9 +14,9 @@ from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
     Beat,
     CollectiveFailedError,
+    DeviceReport,
     FileSum,
     Joined,
-    RankReport,
     SavedPart,
     find_damage,
     sum_files,
@@ -162,7 +162,7 @@ class SimulatedWorker:
     def beat(self) -> Beat | None:
         if self._facts is None:
             return None
-        return Beat(number=self.number, step=self._step, num_done=self._done, waiting=self._waits, memory_bytes={})
+        return Beat(step=self._step, num_done=self._done, waiting=self._waits)
 
     def facts(self) -> DeviceFacts | None:
         return self._facts
@@ -221,7 +221,7 @@ class SimulatedWorker:
         self.shard = None if empty else states.first(self._behavior.size)[start:stop].copy()
         self.version = 0
         generation.members[number] = self
-        joined = Joined(number=number, process_groups=1, process_group_s=0.1, num_parameters=stop - start)
+        joined = Joined(process_groups=1, process_group_s=0.1)
         return self._meet("join", lambda: joined)
 
     def leave(self) -> Deferred:
@@ -464,7 +464,7 @@ class SimulatedWorker:
         with reading(header):
             return copies.pieces(header.state, header.number, wanted=[(states.NAME, states.KIND, box)])[0]
 
-    def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> RankReport:
+    def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> DeviceReport:
         assert self.shard is not None and self.generation is not None
         meeting = self.generation.meeting
         place, tensor_rank = divmod(self.number, meeting.cluster.tensor_parallel)
@@ -479,7 +479,7 @@ class SimulatedWorker:
         saved, self._saved = self._saved, None
         if saved is not None:
             self._saving = None
-        return RankReport(
+        return DeviceReport(
             number=self.number,
             stage=stage,
             rank=rank,
@@ -490,8 +490,6 @@ class SimulatedWorker:
             learning_rate=1e-3,
             step_s=self.world.now_s - began_s,
             wait_s=self.world.now_s - began_s - own_s,
-            bytes_sent=0,
-            num_pairs=0.0,
             memory_bytes={},
             message_s=0.0,
             gather_s=(),
@@ -499,7 +497,7 @@ class SimulatedWorker:
             saved=saved,
         )
 
-    def _with_copies(self, report: RankReport) -> RankReport:
+    def _with_copies(self, report: DeviceReport) -> DeviceReport:
         from dataclasses import replace
 
         push = self._push

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.telemetry.charts import COLUMNS
 from rayfcp.telemetry.live import (
-    COLUMNS,
     MAX_BARS,
     MAX_EVENTS,
     NARROWEST,
@@ -163,8 +163,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert kind == "text/html; charset=utf-8" and "{{" not in page
     assert re.findall(r"(?:src|href)=\"(?!data:)", page) == [] and "@import" not in page and "url(" not in page
     assert re.findall(r"https?://(?!www\.w3\.org)", page) == []
-    charts = re.findall(r'^  liveChart\("([^"]+)"', page, flags=re.MULTILINE)
-    ids = {*re.findall(r'id="([^"]+)"', page), *charts, "tip"}
+    ids = {*re.findall(r'id="([^"]+)"', page), "tip", "step-values"}
     asked = set(re.findall(r'(?:set|byId|getElementById)\("([^"]+)"', page))
     assert asked <= ids
 
@@ -172,6 +171,6 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 def test_the_page_reads_only_what_the_state_has() -> None:
     page = live_page()[1].decode()
     assert set(re.findall(r"\bstate\.([a-z_]+)", page)) <= SCHEMA.keys()
-    columns = re.findall(r"series: \{([^}]*)\}", page)
-    assert {name for group in columns for name in re.findall(r': "([a-z_]+)"', group)} <= COLUMNS.keys()
+    columns = re.findall(r"columns: \{([^}]*)\}", page)
+    assert {name for group in columns for name in re.findall(r': "([a-z_]+)"', group)} == COLUMNS.keys() - {"step"}
     assert set(re.findall(r"\bnow\.([a-z_]+)", page)) <= COLUMNS.keys()

@@ -1,14 +1,11 @@
 """docs/metrics.md is what the code makes of its metrics."""
 
-from pathlib import Path
-
-from rayfcp.telemetry.names import METRICS, PREFIX, metrics_page
-
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+from jobs.metrics_page import PAGE, metrics_page
+from rayfcp.telemetry.names import METRICS, PREFIX
 
 
 def test_the_page_is_what_the_code_makes() -> None:
-    assert PAGE.read_text() == metrics_page(), "run python -m rayfcp.telemetry.names > docs/metrics.md"
+    assert PAGE.read_text() == metrics_page(), "run python jobs/metrics_page.py"
 
 
 def test_every_metric_has_one_row() -> None:

@@ -84,8 +84,7 @@ def charts_of(page: str) -> list[dict[str, Any]]:
 def test_any_run_has_a_sound_page(steps: list[StepReport]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = page_of(steps, Path(folder))
-    usual = all(step.step_s > 1e-3 for step in steps)
-    assert page.count("<figure") == 11 or not usual, "what took no time has no ratio and no speed"
+    assert page.count("<figure") == 12
 
 
 def test_everything_is_escaped(tmp_path: Path) -> None:
@@ -127,13 +126,6 @@ def test_long_runs_and_missing_values(tmp_path: Path) -> None:
     steps = [report(step, loss=math.nan if step % 7 == 0 else 1.0 / step) for step in range(1, 2001)]
     page = page_of(steps, tmp_path)
     assert len(page) < 1_000_000 and "Last 50 steps" in page
-
-
-def test_devices_have_a_chart_where_their_number_changed(tmp_path: Path) -> None:
-    constant, changed = ([report(1, world_size=4), report(2, world_size=size)] for size in (4, 3))
-    for steps, folder in ((constant, fresh(tmp_path)), (changed, tmp_path)):
-        titles = [chart["title"] for chart in charts_of(page_of(steps, folder))]
-        assert ("Devices" in titles) == (steps is changed)
 
 
 def test_a_loss_that_never_was_a_number(tmp_path: Path) -> None:

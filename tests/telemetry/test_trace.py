@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.page import figure
-from rayfcp.telemetry.trace import MAX_DRAWN, Trace, TracedStep, read_trace, timeline_chart, write_steps, write_trace
+from rayfcp.telemetry.trace import MAX_DRAWN, TracedStep, read_trace, timeline_chart, write_steps, write_trace
 from rayfcp.values import Span, SpanKind
 from tests.examples import examples
 from tests.telemetry.samples import spans
@@ -118,11 +118,10 @@ def test_messages_have_their_own_track(tmp_path: Path) -> None:
         Span(rank=1, stage=0, kind=SpanKind.TRANSFER, label="kv", start_s=11.0, stop_s=13.0, amount=8.0),
     ]
     write_trace(tmp_path / "trace.json", {"measured": both})
-    trace = read_trace(tmp_path / "trace.json")
-    named = [("measured", "rank 1"), ("measured", "rank 1 messages")]
-    assert [(track.process, track.name) for track in trace.tracks] == named
-    assert trace.tracks[1].events == ((1.0, 3.0, "transfer", "transfer kv"),)
-    chart = timeline_chart(trace)
+    rows, names, _ = read_trace(tmp_path / "trace.json")
+    assert names == {(1, 0): "measured", (1, 3): "rank 1", (1, 4): "rank 1 messages"}
+    assert list(rows) == [(1, 3), (1, 4)] and rows[1, 4] == [(1.0, 3.0, "transfer", "transfer kv")]
+    chart = timeline_chart(tmp_path / "trace.json")
     assert chart is not None and [group["rows"] for group in chart["groups"]] == [["rank 1", "rank 1 messages"]]
     assert chart["words"] == [["attention <b>"], ["transfer kv"]]
     drawn = figure(chart)
@@ -130,9 +129,9 @@ def test_messages_have_their_own_track(tmp_path: Path) -> None:
 
 
 def test_no_trace_no_picture(tmp_path: Path) -> None:
-    assert timeline_chart(read_trace(tmp_path / "trace.json")) is None
+    assert timeline_chart(tmp_path / "trace.json") is None
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
-    assert read_trace(tmp_path / "trace.json") == Trace()
+    assert timeline_chart(tmp_path / "trace.json") is None
 
 
 def test_a_page_holds_no_more_spans_than_it_can_draw(tmp_path: Path) -> None:
@@ -142,9 +141,8 @@ def test_a_page_holds_no_more_spans_than_it_can_draw(tmp_path: Path) -> None:
         for at in range(10)
     )
     write_steps(tmp_path / "trace.json", [TracedStep(step=1, measured=many, predicted=many)])
-    trace = read_trace(tmp_path / "trace.json")
-    charts = [timeline_chart(trace, max_spans=most) for most in (MAX_DRAWN, 40, 1)]
-    assert len(trace.tracks) == 12
+    charts = [timeline_chart(tmp_path / "trace.json", max_spans=most) for most in (MAX_DRAWN, 40, 1)]
+    assert len(read_trace(tmp_path / "trace.json")[0]) == 12
     for chart, left_out in zip(charts, (0, 8, 10), strict=True):
         assert chart is not None and (f" {left_out} more tracks are in trace.json" in chart["note"]) == (left_out > 0)
         assert len(chart["bars"]) == 10 * (12 - left_out)

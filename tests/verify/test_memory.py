@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cost.microbatches import chunk_bytes, chunks_of
+from jobs.reproduce.chunks import chunks_of
+from rayfcp.cost.microbatches import chunk_bytes
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.pipeline.schedule import order_of, peak_bytes
+from rayfcp.plan.pipeline.schedule import peak_bytes
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import BatchPlan, ClusterSpec, Group, Primitive, SequenceSpec, Slice
 from rayfcp.verify import check_plan
 from rayfcp.verify.memory import check_memory, most_held
 from tests.examples import examples
+from tests.plan.pipeline.helpers import order_of
 from tests.program.pipelines import chunk, pipeline, plan_of, split_split_hybrid
 
 STAGES = 3

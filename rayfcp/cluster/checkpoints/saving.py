@@ -22,7 +22,7 @@ from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import Sampler
-from rayfcp.execute.reports import FileSum, RankReport, SavedPart, find_wrong_size
+from rayfcp.execute.reports import DeviceReport, FileSum, SavedPart, find_wrong_size
 from rayfcp.telemetry.events import COUNTERS_FILE
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.steps import StepLog, read_steps
@@ -219,7 +219,7 @@ class Saver:
         self._metrics.set_checkpoint(self.saved_step)
         return self.saved_step
 
-    def after_step(self, step: int, *, ranks: Sequence[RankReport]) -> None:
+    def after_step(self, step: int, *, ranks: Sequence[DeviceReport]) -> None:
         """Commit a checkpoint that is on disk; begin a write if one is due."""
         pending = self._pending
         if pending is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.refit import GroupWork, Observation
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.plan import CostModel
 from rayfcp.plan.imbalance import ENCODER
 from rayfcp.values import BatchPlan, ClusterSpec, Group, SequenceSpec, SpanKind
@@ -62,7 +62,7 @@ def timed_groups(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster:
     )
 
 
-def observations(groups: TimedGroups, devices: Sequence[RankReport]) -> list[Observation]:
+def observations(groups: TimedGroups, devices: Sequence[DeviceReport]) -> list[Observation]:
     """Observations from one step of one stage; `devices` are the reports of all devices in order.
 
     The first tensor-parallel device of a rank stands for all of them, since they wait for each other in every layer.
@@ -87,7 +87,7 @@ def observations(groups: TimedGroups, devices: Sequence[RankReport]) -> list[Obs
     return found
 
 
-def _whole_step(groups: TimedGroups, ranks: Sequence[RankReport]) -> list[Observation]:
+def _whole_step(groups: TimedGroups, ranks: Sequence[DeviceReport]) -> list[Observation]:
     if not groups or not all(groups):
         return []
     slowest = [max(in_microbatch, key=lambda group: group.predicted_s) for in_microbatch in groups]
@@ -97,7 +97,7 @@ def _whole_step(groups: TimedGroups, ranks: Sequence[RankReport]) -> list[Observ
     return [Observation(groups=tuple(group.part for group in slowest), seconds=step_s * share)]
 
 
-def _pass_s(report: RankReport, microbatch: int) -> float:
+def _pass_s(report: DeviceReport, microbatch: int) -> float:
     labels = {f"{kind.value} {microbatch}" for kind in (SpanKind.FORWARD, SpanKind.BACKWARD)}
     return sum(span.duration_s for span in report.spans if span.label in labels)
 
@@ -125,7 +125,7 @@ def own_seconds(loads: Loads, *, cost: CostModel) -> tuple[float, ...]:
 
 
 def rank_seconds(
-    predicted_s: Sequence[float], devices: Sequence[RankReport], *, num_ranks: int
+    predicted_s: Sequence[float], devices: Sequence[DeviceReport], *, num_ranks: int
 ) -> tuple[tuple[float, float], ...]:
     """Predicted (`own_seconds`) and measured busy seconds of each rank, for its relatively slowest device.
 

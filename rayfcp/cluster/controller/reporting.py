@@ -12,7 +12,7 @@ from rayfcp.cluster.controller.observing import TimedGroups
 from rayfcp.cluster.planning.queue import PlannedStep
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import DeviceReport
 from rayfcp.telemetry import events, rank_times
 from rayfcp.telemetry.events import Event, EventKind, append_event, read_events
 from rayfcp.telemetry.live import DeviceTimes, PlannedGroup, StepTimeline
@@ -53,7 +53,7 @@ class Recorder:
         self._num_devices = event.devices
         append_event(self._run_dir / events.FILE, event)
 
-    def add_step(self, planned: PlannedStep, devices: Sequence[RankReport], *, cluster: ClusterSpec) -> None:
+    def add_step(self, planned: PlannedStep, devices: Sequence[DeviceReport], *, cluster: ClusterSpec) -> None:
         """Record a finished step; one that ran again replaces the first try. Where hosts do not wait for devices, busy
         times are unknown."""
         step = planned.batch.step
@@ -154,7 +154,7 @@ class Journal:
         """Last step in the step log."""
         return self._step_log.last_step
 
-    def commit(self, report: StepReport, ranks: Sequence[RankReport], *, groups: TimedGroups = ()) -> bool:
+    def commit(self, report: StepReport, ranks: Sequence[DeviceReport], *, groups: TimedGroups = ()) -> bool:
         """Write a finished step to log, metrics and loggers; False if the log has it already, as after a recovery.
 
         A full disk does not stop the training: the line is written later.
@@ -186,7 +186,7 @@ class Journal:
         self.metrics.observe_step(report, goodput=goodput)
         return True
 
-    def _report_broken_images(self, ranks: Sequence[RankReport]) -> None:
+    def _report_broken_images(self, ranks: Sequence[DeviceReport]) -> None:
         for name in sorted({name for each in ranks for name in each.broken} - self._broken_images):
             self._broken_images.add(name)
             self.metrics.count("sequences_skipped_total", reason="picture_broken")
@@ -209,13 +209,13 @@ class Journal:
                 logger.exception("report of %s", self._run_dir)
 
 
-def spans_of(devices: Sequence[RankReport]) -> tuple[Span, ...]:
+def spans_of(devices: Sequence[DeviceReport]) -> tuple[Span, ...]:
     """Spans of a step, of the first tensor-parallel device of each rank."""
     return tuple(span for each in devices if each.tensor_rank == 0 for span in each.spans)
 
 
 def step_report(
-    planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float, recovered: bool
+    planned: PlannedStep, ranks: Sequence[DeviceReport], *, step_s: float, peak_flops: float, recovered: bool
 ) -> StepReport:
     """Report of a finished step. `peak_flops` is that of all devices in use together."""
     record, batch = planned.record, planned.batch
@@ -247,7 +247,7 @@ def step_report(
     )
 
 
-def picture_of(step: int, *, groups: TimedGroups, ranks: Sequence[RankReport]) -> StepTimeline:
+def picture_of(step: int, *, groups: TimedGroups, ranks: Sequence[DeviceReport]) -> StepTimeline:
     """Planned and measured timeline of a step; planned microbatches start when the slowest group of the one before
     ends."""
     planned, start_s = [], 0.0

@@ -19,7 +19,7 @@ from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.elastic.stragglers import Speeds
-from rayfcp.execute.reports import Joined, RankReport
+from rayfcp.execute.reports import DeviceReport, Joined
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, GlobalBatch, StateId, StepReport
@@ -58,7 +58,7 @@ class Stepper:
         self._speeds, self._log = Speeds(slow_ratio=config.elastic.slow_ratio), log
         self._peak_flops = 0.0
         self._times = StepTimes()
-        self._finished: tuple[PlannedStep, list[RankReport], StepReport] | None = None
+        self._finished: tuple[PlannedStep, list[DeviceReport], StepReport] | None = None
         """The last step that all devices finished, unless it is written down."""
         self._stored = StoredSnapshots.start(
             (), generation=-1, first=version, every=config.elastic.snapshot_every_steps
@@ -241,7 +241,7 @@ class Stepper:
         speeds = self._speeds.of_ranks(ids, num_stages=stages, tensor_parallel=tensor_parallel)
         return dataclasses.replace(cluster, speed_of_rank=speeds)
 
-    def _on_stored(self, devices: Sequence[RankReport]) -> None:
+    def _on_stored(self, devices: Sequence[DeviceReport]) -> None:
         """Take note of stored copies and lost stores."""
         lost = [number for number, report in enumerate(devices) if report.store_lost]
         if lost:
@@ -262,7 +262,7 @@ class NumberGuard:
         self._path = Path(config.run_dir) / RECORD
         self._skipped: set[int] = set()
 
-    def check(self, batch: GlobalBatch, report: RankReport, *, metrics: MetricsExporter) -> None:
+    def check(self, batch: GlobalBatch, report: DeviceReport, *, metrics: MetricsExporter) -> None:
         """Check a step by the report of any device. A step that runs again counts once.
 
         Raises:
@@ -291,7 +291,7 @@ class NumberGuard:
             )
         self._log(f"{problem}; update skipped, samples in {self._path}")
 
-    def _record(self, batch: GlobalBatch, report: RankReport) -> None:
+    def _record(self, batch: GlobalBatch, report: DeviceReport) -> None:
         """Append one JSON line; `samples` are rows of shards in the prepared folder `data`."""
         line = {
             "step": batch.step,

@@ -17,7 +17,7 @@ from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.stores import SnapshotStores
-from rayfcp.cluster.runtime import Flag, Runtime, TaskFailedError
+from rayfcp.cluster.runtime import Runtime, TaskFailedError
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import Finished, RunAbortedError, strategy_on
@@ -34,26 +34,53 @@ from rayfcp.values.devices import DEVICES
 logger = logging.getLogger(__name__)
 
 
-class TrainingRun:
-    """One run; not an actor itself. `messages` are its log lines, `reports` those of committed steps; `journal` is open
-    from when workers were found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Result of a run: `finished`, or an `error` that the user can correct (`wrong_input`) or not (see `trace`)."""
 
-    def __init__(self, config: Config, *, data_dir: str, runtime: Runtime, stopping: Flag) -> None:
-        self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, stopping
+    finished: Finished | None = None
+    error: str = ""
+    wrong_input: bool = False
+    trace: str = ""
+
+
+class Controller:
+    """Actor of one run. `run` occupies one thread; `poll` and `stop` answer in others.
+
+    `messages` are log lines, `reports` those of committed steps; `journal` is open from when workers were found.
+    """
+
+    def __init__(self, config: Config, data_dir: str, *, runtime: Runtime) -> None:
+        self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, runtime.flag()
         self._run_dir = Path(config.run_dir)
         self._began_s = runtime.now_s()
         self.messages: list[str] = []
         self.reports: list[StepReport] = []
         self.journal: Journal | None = None
 
-    def execute(self) -> Finished:
-        """Train from start to end; everything that was started is ended, also after a failure.
+    def poll(self, *, messages: int, reports: int) -> tuple[list[str], list[StepReport]]:
+        """Log lines and reports of committed steps, without the first `messages` and `reports`, which are known."""
+        return self.messages[messages:], self.reports[reports:]
 
-        Raises:
-            ConfigError, InfeasiblePlanError: the user's input is wrong.
-            RunAbortedError: too many losses or failed saves, or numbers that are not finite.
-            WorkerFailedError: a worker raised.
-        """
+    def stop(self) -> None:
+        """End after the step that is running, with a checkpoint."""
+        self._stopping.set()
+
+    def run(self) -> Outcome:
+        """Train to the last step or until stopped; everything that was started is ended, also after a failure."""
+        try:
+            return Outcome(finished=self._train())
+        except (ConfigError, InfeasiblePlanError) as error:
+            return Outcome(error=str(error), wrong_input=True)
+        except TaskFailedError as error:
+            wrong_input = isinstance(error.cause, ConfigError | InfeasiblePlanError)
+            return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=error.trace)
+        except (WorkerFailedError, RunAbortedError) as error:
+            return Outcome(error=str(error))
+        except Exception as error:
+            return Outcome(error=str(error), trace=traceback.format_exc())
+
+    def _train(self) -> Finished:
         done, source = 0, None
         with ExitStack() as cleanup:
             cleanup.enter_context(hold(self._run_dir))
@@ -212,7 +239,7 @@ class TrainingRun:
             try:
                 if not is_newer:
                     cluster_state.drop_copies()
-                    cluster_state.select(decision)
+                    cluster_state.worker_group.form(cluster_state.spec(decision), decision.devices)
                     resume.verify(cluster_state.worker_group)
                 break
             except RanksLostError as error:
@@ -246,46 +273,3 @@ def _check_longest(config: Config, data: Dataset, cluster: ClusterSpec) -> None:
     if not slices(strategy_on(config, cluster.num_stages), num_stages=cluster.num_stages):
         longest = SequenceSpec(id=0, num_tokens=int(data.index.lengths.max()), num_targets=0)
         check_longest([longest], cluster=cluster)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Result of a run: `finished`, or an `error` that the user can correct (`wrong_input`) or not (see `trace`)."""
-
-    finished: Finished | None = None
-    error: str = ""
-    wrong_input: bool = False
-    trace: str = ""
-
-
-class Controller:
-    """Actor of one run. `run` occupies one thread; `poll` and `stop` answer in others.
-
-    The driver only names the class; the run and the model library are imported by the actor.
-    """
-
-    def __init__(self, config: Config, data_dir: str, *, runtime: Runtime) -> None:
-        self._stopping = runtime.flag()
-        self._run = TrainingRun(config, data_dir=data_dir, runtime=runtime, stopping=self._stopping)
-
-    def poll(self, *, messages: int, reports: int) -> tuple[list[str], list[StepReport]]:
-        """Log lines and reports of committed steps, without the first `messages` and `reports`, which are known."""
-        return self._run.messages[messages:], self._run.reports[reports:]
-
-    def stop(self) -> None:
-        """End after the step that is running, with a checkpoint."""
-        self._stopping.set()
-
-    def run(self) -> Outcome:
-        """Train to the last step or until stopped; workers and planners are gone when it returns."""
-        try:
-            return Outcome(finished=self._run.execute())
-        except (ConfigError, InfeasiblePlanError) as error:
-            return Outcome(error=str(error), wrong_input=True)
-        except TaskFailedError as error:
-            wrong_input = isinstance(error.cause, ConfigError | InfeasiblePlanError)
-            return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=error.trace)
-        except (WorkerFailedError, RunAbortedError) as error:
-            return Outcome(error=str(error))
-        except Exception as error:
-            return Outcome(error=str(error), trace=traceback.format_exc())

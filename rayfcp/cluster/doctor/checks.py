@@ -1,6 +1,6 @@
 """Checks of a machine or cluster: functions of facts that yield findings, each with a remedy unless all is well."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from packaging.version import Version
@@ -9,7 +9,6 @@ from rayfcp.cluster.doctor.facts import (
     GIB,
     PYTHON,
     REQUIRED,
-    SAME_EVERYWHERE,
     Facts,
     Finding,
     NodeFacts,
@@ -30,6 +29,12 @@ OVERSUBSCRIBED = 4
 
 WORKER_BYTES = GIB // 2
 """Memory of one worker process without model and activations: Python, torch, transformers, Ray."""
+
+CHECKPOINT_BYTES, STATE_BYTES = 12, 16
+"""Per parameter: the fp32 value and Adam's two moments; with the gradient."""
+
+SAME_EVERYWHERE = ("ray", "torch")
+"""Packages with the same version on all nodes."""
 
 TOKEN_PLACES = "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
 SLOWER = "torch's flash,"
@@ -172,26 +177,26 @@ def connection(node: NodeFacts) -> Findings:
 
 def checkpoint_space(facts: Facts) -> Findings:
     """Space for the checkpoints that are kept and the one being written, on the driver's node: storage is shared."""
-    found, needs = facts.nodes[0].storage if facts.nodes else None, facts.needs
+    found = facts.nodes[0].storage if facts.nodes else None
     if found is None or found.error:
         return
     free = f"{size(found.free_bytes)} free in {found.folder}"
-    if needs.checkpoint_bytes is None:
+    if facts.num_parameters is None:
         yield check(free, "free space for checkpoints", well=found.free_bytes >= LEAST_FREE_BYTES, fails=False)
         return
-    number = needs.kept_checkpoints + 1
+    each_bytes, number = CHECKPOINT_BYTES * facts.num_parameters, facts.config.checkpoint.keep + 1
     yield check(
-        f"{free}, up to {number} checkpoints of {size(needs.checkpoint_bytes)}",
+        f"{free}, up to {number} checkpoints of {size(each_bytes)}",
         "free space, lower checkpoint.keep, or set run.dir elsewhere",
-        well=found.free_bytes >= number * needs.checkpoint_bytes,
-        fails=found.free_bytes < needs.checkpoint_bytes,
+        well=found.free_bytes >= number * each_bytes,
+        fails=found.free_bytes < each_bytes,
     )
 
 
 def _device(facts: Facts) -> DeviceInfo:
     """Kind of device that the run would use."""
-    if facts.needs.device != AUTO:
-        return DEVICES[facts.needs.device]
+    if facts.config.cluster.device != AUTO:
+        return DEVICES[facts.config.cluster.device]
     if facts.cluster is not None:
         return device_in(facts.cluster.resources)
     return DEVICES.get(facts.nodes[0].accelerators.kind, CPU)
@@ -199,13 +204,14 @@ def _device(facts: Facts) -> DeviceInfo:
 
 def cluster_resources(facts: Facts) -> Findings:
     """Devices for the run, and CPUs for its workers, planners and controller."""
-    needs, cluster = facts.needs, facts.cluster
+    config, cluster = facts.config, facts.cluster
     if cluster is None:
         return
-    name = _device(facts).resource
-    cpus = needs.min_workers * needs.threads_per_worker + needs.planner_actors + 1
-    wanted = [(name, needs.min_workers, needs.max_workers)] if name else []
-    wanted.append(("CPU", cpus, cpus + (needs.max_workers - needs.min_workers) * needs.threads_per_worker))
+    least, most, threads = config.cluster.min_workers, config.cluster.max_workers, config.train.threads_per_worker
+    others = config.plan.planner_actors + 1
+    wanted = [("CPU", least * threads + others, most * threads + others)]
+    if name := _device(facts).resource:
+        wanted.insert(0, (name, least, most))
     remedy = "the autoscaler may add them" if cluster.autoscales else "add nodes, or lower cluster.num_workers"
     for resource, least, most in wanted:
         count = int(cluster.resources.get(resource, 0))
@@ -215,17 +221,16 @@ def cluster_resources(facts: Facts) -> Findings:
 
 def local_devices(facts: Facts) -> Findings:
     """Accelerators, or cores, of this machine for the workers of a run without cluster."""
-    needs, device = facts.needs, _device(facts)
-    if facts.cluster is not None or needs.run_dir is None or not facts.nodes:
+    if facts.cluster is not None or facts.nodes[0].storage is None:
         return
-    node, workers = facts.nodes[0], needs.min_workers
+    node, workers, device = facts.nodes[0], facts.config.cluster.min_workers, _device(facts)
     remedy = f"lower cluster.num_workers ({workers}), or name a cluster in cluster.address"
     if not device.is_host:
         count = node.accelerators.count if node.accelerators.kind == device.name else 0
         what = f"{count} {device.resource} on this machine, the run asks for {workers}"
         yield check(what, remedy, well=count >= workers)
         return
-    threads = workers * needs.threads_per_worker
+    threads = workers * facts.config.train.threads_per_worker
     what = f"{node.num_cpus} CPUs on this machine, {workers} workers use {threads} threads"
     enough = not node.num_cpus or node.num_cpus >= threads
     yield check(what, remedy, well=enough, fails=threads > OVERSUBSCRIBED * node.num_cpus)
@@ -233,11 +238,11 @@ def local_devices(facts: Facts) -> Findings:
 
 def host_memory(facts: Facts) -> Findings:
     """Memory for the worker processes, and for weights, gradients and optimizer states if these are on the host."""
-    needs = facts.needs
-    if needs.run_dir is None or not _device(facts).is_host or (facts.cluster and facts.cluster.autoscales):
+    has_run = any(node.storage for node in facts.nodes)
+    if not has_run or not _device(facts).is_host or (facts.cluster and facts.cluster.autoscales):
         return
-    have, workers = sum(node.memory_bytes for node in facts.nodes), needs.min_workers
-    need = workers * WORKER_BYTES + (needs.state_bytes or 0)
+    have, workers = sum(node.memory_bytes for node in facts.nodes), facts.config.cluster.min_workers
+    need = workers * WORKER_BYTES + STATE_BYTES * (facts.num_parameters or 0)
     what = f"{size(have)} of memory, {workers} workers need at least {size(need)} for processes and model states"
     remedy = f"lower cluster.num_workers ({workers}), choose a smaller model, or add memory"
     yield check(what, remedy, well=have >= need)
@@ -264,12 +269,13 @@ def services(facts: Facts) -> Findings:
     if facts.cluster is not None and not facts.cluster.dashboard:
         what = f"the cluster at {facts.cluster.address} has no dashboard: no jobs can be submitted"
         yield warn(what, "pip install 'ray[default]' on the head and start it with --include-dashboard=true")
-    needs = facts.needs
+    metrics = facts.config.metrics
     if facts.access.metrics_port_taken:
-        what = f"port {needs.metrics_port} on {needs.metrics_host} is taken"
-        yield check(what, "set metrics.port to another, or 0 for a free one")
-    elif needs.metrics_port:
-        yield ok(f"port {needs.metrics_port} is free for metrics")
+        yield check(
+            f"port {metrics.port} on {metrics.host} is taken", "set metrics.port to another, or 0 for a free one"
+        )
+    elif metrics.port:
+        yield ok(f"port {metrics.port} is free for metrics")
 
 
 def token(facts: Facts) -> Findings:
@@ -311,8 +317,3 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     for of_whole in OF_WHOLE:
         found += of_whole(facts)
     return tuple(found)
-
-
-def is_well(findings: Iterable[Finding]) -> bool:
-    """True if no check fails."""
-    return all(each.verdict is not Verdict.FAIL for each in findings)

@@ -1,11 +1,10 @@
-"""Facts that `rayfcp doctor` judges: of each node, of the cluster, of access to it; and the needs of a run."""
+"""Facts that `rayfcp doctor` judges: of each node, of the cluster, of access to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
-from rayfcp.config import Config, ConfigError
+from rayfcp.config import Config
 
 PYTHON = (3, 11)
 
@@ -30,10 +29,6 @@ REQUIRED = {
 
 DASHBOARD_MODULES = ("aiohttp", "aiohttp_cors", "opencensus", "opentelemetry")
 """Modules of Ray's extra `default`, without which it has no dashboard, job server and metrics."""
-
-SAME_EVERYWHERE = ("ray", "torch")
-"""Packages with the same version on all nodes."""
-
 
 GIB = 1 << 30
 
@@ -147,64 +142,12 @@ class AccessFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Needs of a run. `checkpoint_bytes`, `state_bytes`: of one checkpoint, and of weights, gradients and optimizer
-    states; None if the model is not known here. `paths`: local paths that every node reads."""
-
-    device: str = "auto"
-    min_workers: int = 1
-    max_workers: int = 1
-    threads_per_worker: int = 1
-    planner_actors: int = 1
-    run_dir: str | None = None
-    paths: tuple[str, ...] = ()
-    checkpoint_bytes: int | None = None
-    state_bytes: int | None = None
-    kept_checkpoints: int = 2
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All facts; the first node is that of the run's driver."""
+    """All facts; the first node is that of the run's driver, without `storage` if no run was named: `config` has
+    defaults then. `num_parameters`: None if the model is not known here."""
 
     nodes: tuple[NodeFacts, ...]
+    config: Config
     cluster: ClusterFacts | None = None
     access: AccessFacts = field(default_factory=AccessFacts)
-    needs: Needs = field(default_factory=Needs)
-
-
-CHECKPOINT_BYTES, STATE_BYTES = 12, 16
-"""Per parameter: the fp32 value and Adam's two moments; with the gradient."""
-
-
-def needs_of(config: Config) -> Needs:
-    """Needs of a run; only its local paths."""
-    from rayfcp.cluster.planning.preview import model_of
-
-    try:
-        num_parameters = model_of(config).num_parameters
-    except (ConfigError, ImportError):  # the model's folder, or torch, is missing here
-        num_parameters = None
-    data = config.data
-    named = [*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir]
-    return Needs(
-        device=config.cluster.device,
-        min_workers=config.cluster.min_workers,
-        max_workers=config.cluster.max_workers,
-        threads_per_worker=config.train.threads_per_worker,
-        planner_actors=config.plan.planner_actors,
-        run_dir=config.run_dir,
-        paths=tuple(dict.fromkeys(path for path in named if path is not None and _is_local(path))),
-        checkpoint_bytes=num_parameters and CHECKPOINT_BYTES * num_parameters,
-        state_bytes=num_parameters and STATE_BYTES * num_parameters,
-        kept_checkpoints=config.checkpoint.keep,
-        metrics_host=config.metrics.host,
-        metrics_port=config.metrics.port,
-    )
-
-
-def _is_local(path: str) -> bool:
-    """True for paths that are neither URLs nor names of the model hub or of rayfcp."""
-    return "://" not in path and (path.startswith(("/", ".", "~")) or Path(path).exists())
+    num_parameters: int | None = None

@@ -30,11 +30,10 @@ from rayfcp.cluster.doctor.facts import (
     Accelerators,
     AccessFacts,
     ClusterFacts,
-    Needs,
     NodeFacts,
     Storage,
 )
-from rayfcp.config import ConfigError
+from rayfcp.config import Config, ConfigError
 
 PROBE_S = 180
 CONNECT_S = 5.0
@@ -70,6 +69,24 @@ def machine_facts(
         missing_paths=tuple(path for path in paths if not _is_readable(path)),
         reaches_driver=None if driver is None else _can_connect(driver),
     )
+
+
+def local_paths(config: Config) -> tuple[str, ...]:
+    """Paths of data and model, without URLs and names of the model hub or of rayfcp."""
+    data = config.data
+    named = dict.fromkeys([*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir])
+    paths = [path for path in named if path is not None and "://" not in path]
+    return tuple(path for path in paths if path.startswith(("/", ".", "~")) or Path(path).exists())
+
+
+def num_parameters(config: Config) -> int | None:
+    """Parameters of the model; None if its folder, or torch, is missing here."""
+    from rayfcp.cluster.planning.preview import model_of
+
+    try:
+        return model_of(config).num_parameters
+    except (ConfigError, ImportError):
+        return None
 
 
 def accelerators(device: str) -> Accelerators:
@@ -134,7 +151,7 @@ def _can_connect(address: tuple[str, int]) -> bool:
     return True
 
 
-def access_facts(needs: Needs) -> AccessFacts:
+def access_facts(config: Config) -> AccessFacts:
     """Return access facts from the environment; never the token itself."""
     named = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
     file = Path(named).expanduser()
@@ -143,12 +160,11 @@ def access_facts(needs: Needs) -> AccessFacts:
         mode=os.environ.get("RAY_AUTH_MODE", "").lower(),
         token_from=found,
         token_open=found == named and bool(file.stat().st_mode & 0o077),
-        metrics_port_taken=bool(needs.metrics_port) and not is_free(needs.metrics_host, needs.metrics_port),
+        metrics_port_taken=bool(config.metrics.port) and not _is_free(config.metrics.host, config.metrics.port),
     )
 
 
-def is_free(host: str, port: int) -> bool:
-    """True if the port can be opened on this machine."""
+def _is_free(host: str, port: int) -> bool:
     try:
         socket.create_server((host, port)).close()
     except OSError:
@@ -156,8 +172,8 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...], ClusterFacts]:
-    """Facts of all nodes, the driver's first, and of the cluster as a whole.
+def cluster_facts(address: str, *, asked: Mapping[str, Any]) -> tuple[tuple[NodeFacts, ...], ClusterFacts]:
+    """Facts of all nodes, the driver's first, and of the cluster as a whole. `asked`: arguments of `machine_facts`.
 
     Raises:
         ConfigError: no Ray accepts connections at `address`.
@@ -176,7 +192,7 @@ def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...],
         nodes = [node for node in ray.nodes() if node["Alive"]]
         here = ray.get_runtime_context().get_node_id()
         nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerHostname"], node["NodeID"]))
-        found, broken = _examine_nodes(nodes, needs=needs)
+        found, broken = _examine_nodes(nodes, asked=asked)
         cluster = ClusterFacts(
             address=address,
             resources=ray.cluster_resources(),
@@ -189,7 +205,9 @@ def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...],
     return found, cluster
 
 
-def _examine_nodes(nodes: list[dict[str, Any]], *, needs: Needs) -> tuple[tuple[NodeFacts, ...], Mapping[str, str]]:
+def _examine_nodes(
+    nodes: list[dict[str, Any]], *, asked: Mapping[str, Any]
+) -> tuple[tuple[NodeFacts, ...], Mapping[str, str]]:
     """Facts of each node, and the errors of nodes that could not be examined."""
     facts_of: Any = machine_facts  # Ray's types do not cover functions with keywords
     found: list[NodeFacts] = []
@@ -197,15 +215,14 @@ def _examine_nodes(nodes: list[dict[str, Any]], *, needs: Needs) -> tuple[tuple[
     with ExitStack() as ending:
         listener = ending.enter_context(socket.create_server((ray.util.get_node_ip_address(), 0)))
         marker = None  # a file where the run directory would be, for other nodes to look for
-        if needs.run_dir is not None:
+        if "run_dir" in asked:
             with suppress(OSError):
-                folder = home_of(needs.run_dir)
+                folder = home_of(asked["run_dir"])
                 marker = ending.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".rayfcp-doctor-")).name
-        given = {"device": needs.device, "run_dir": needs.run_dir, "paths": needs.paths, "marker": marker}
-        task = ray.remote(num_cpus=0, max_retries=0)(facts_of)
+        driver, task = listener.getsockname()[:2], ray.remote(num_cpus=0, max_retries=0)(facts_of)
         refs = [
             task.options(scheduling_strategy=_on(node)).remote(
-                **given, driver=listener.getsockname()[:2], name=_name(node, nodes)
+                **asked, marker=marker, driver=driver, name=_name(node, nodes)
             )
             for node in nodes
         ]

@@ -10,7 +10,7 @@ from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import load_config
 from rayfcp.plan import CostModel
-from rayfcp.telemetry.baseline import Baseline, Both
+from rayfcp.telemetry.baseline import Baseline, Pair
 from rayfcp.telemetry.events import Event, read_events
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
@@ -47,8 +47,8 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
         raise NoBaselineError(f"{folder}/profile.json is of another version: {error}") from error
     device = str(json.loads((folder / "profile.json").read_text())["about"]["device"])
     planner = RunPlanner(config, data.model, device=device)
-    found: list[Both] = []
-    for report in _spread(reports, num_steps):
+    steps, found = _spread(reports, num_steps), []
+    for report in steps:
         log(f"planning step {report.step} again, statically and by {config.plan.strategy}")
         batch = data.sampler.batch(report.step)
         if batch.samples_hash != report.samples_hash:
@@ -57,29 +57,28 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
             )
         sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
         cluster = _cluster_at(report.step, events)
-        found.append(_both(planner, sequences, step=report.step, cluster=cluster, cost=cost))
-    return Baseline(static=STATIC, own=config.plan.strategy, steps=tuple(found))
+        found.append(_both(planner, sequences, cluster=cluster, cost=cost))
+    imbalances, step_s = zip(*found, strict=True)
+    return Baseline(
+        static=STATIC,
+        own=config.plan.strategy,
+        steps=tuple(report.step for report in steps),
+        imbalances=imbalances,
+        step_s=step_s,
+    )
 
 
 def _both(
-    planner: RunPlanner, sequences: Sequence[SequenceSpec], *, step: int, cluster: ClusterSpec, cost: CostModel
-) -> Both:
-    """Plan and simulate one batch by both strategies."""
-    plans, timelines = [], []
+    planner: RunPlanner, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
+) -> tuple[Pair, Pair]:
+    """Plan and simulate one batch by both strategies; return imbalances of compute and seconds."""
+    timelines = []
     for strategy in (STATIC, None):
         plan, programs = planner.plan(sequences, cluster=cluster, cost=cost, strategy=strategy)
         programs = programs or planner.lower(plan, sequences, cluster=cluster)
-        plans.append(plan)
         timelines.append(planner.simulate(programs, cluster=cluster, cost=cost))
-    before, after = timelines
-    return Both(
-        step=step,
-        before=before.imbalance,
-        after=after.imbalance,
-        before_s=before.iteration_s,
-        after_s=after.iteration_s,
-        before_degree=max(plans[0].degrees, default=1),
-    )
+    static, own = timelines
+    return (static.imbalance.compute, own.imbalance.compute), (static.iteration_s, own.iteration_s)
 
 
 def _spread(reports: Sequence[StepReport], num_steps: int) -> list[StepReport]:

@@ -9,7 +9,7 @@ from rayfcp.cluster.planning.measured import BYTES
 from rayfcp.cluster.workers.facts import DeviceFacts, layers_of_stage, strategy_on, with_stages
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, GATHERED_LAYERS, layer_bytes, stage_state_bytes
+from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_state_bytes
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.strategies.registry import slices
@@ -102,14 +102,14 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
     own, train, size = device_model(model, config.cluster.tensor_parallel), config.train, BYTES[config.model.dtype]
     stages = layers_of_stage(config, model)
     if not stages:
-        gathered = max(own.num_layers - GATHERED_LAYERS, 0) * own.layer_parameters * size
         return max_tokens_per_rank(
             own,
             num_devices=num_ranks,
-            memory_bytes=memory_bytes - gathered * (train.gather_every == "step"),
+            memory_bytes=memory_bytes,
             recomputed_layers=train.recompute_layers,
             bytes_per_element=size,
             reduce_every=train.reduce_every,
+            gather_every=train.gather_every,
         )
     fixed = [
         stage_state_bytes(

@@ -47,7 +47,7 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
             vocab_size=data.vocab_size,
             run_key=run_key(config),
         )
-        worker_group = WorkerGroup.launch(start)
+        worker_group = WorkerGroup(start, start.open_all())
         ending.callback(worker_group.end)
         log(f"joining {len(worker_group)} ranks")
         _store, _joined = join_devices(

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,12 +17,8 @@ from typing import Any
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util import metrics
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayfcp.cluster.runtime import (
@@ -36,6 +33,7 @@ from rayfcp.cluster.runtime import (
 )
 from rayfcp.cluster.workers.facts import LOOPBACK, Rendezvous
 from rayfcp.telemetry.metrics import Mirror
+from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Metric, MetricKind
 from rayfcp.telemetry.serving import Page, RunServer
 from rayfcp.values import ClusterSpec
 
@@ -50,7 +48,7 @@ call of `ray.wait` takes time in proportion to the references, so that one call 
 
 _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
     Role.CONTROLLER: ("controller.training", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
-    Role.WORKER: ("workers.worker", "RankWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
+    Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
     Role.STORE: ("recovery.replication", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 4}),
     Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
     Role.DECODER: (
@@ -62,11 +60,16 @@ _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
 """Module, class and options of each role's actors. Of a worker's threads, `control` always answers, `copies` may wait,
 and all else runs in one thread."""
 
+EXPORT_EVERY_S = 4.0
+"""Ray's agents forget a gauge that was not set for two of their intervals, 20 s by default."""
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayRuntime:
-    """The cluster that this process is connected to. `worker`: class of the devices' actors, `RankWorker` if None."""
+    """The cluster that this process is connected to. `worker`: class of the devices' actors, `DeviceWorker` if None."""
 
     def __init__(self, worker: type | None = None) -> None:
         self._worker = worker
@@ -218,9 +221,11 @@ class RayRuntime:
         return RunServer(pages, **options)
 
     def mirror(self) -> Mirror | None:
-        from rayfcp.cluster.controller.ray_metrics import ray_mirror
-
-        return ray_mirror()
+        try:
+            return RayMirror()
+        except Exception:
+            logger.warning("ray.util.metrics is not there; the run has its own endpoint only", exc_info=True)
+            return None
 
     def _class_of(self, role: Role) -> Any:
         """Class of a role's actors for `ray.remote`; imported here, since its module uses this one or loads much."""
@@ -257,3 +262,72 @@ def _reason(error: RayActorError) -> str:
     text = " ".join(plain(str(error)).split())
     found = re.search(r"The actor is dead because (.*?)\.(\s|$)", text)
     return found[1] if found else text[:300]
+
+
+class RayMirror(Mirror):
+    """All `METRICS` under their names through `ray.util.metrics`, which Ray exports with `ray_` in front.
+
+    Exports from a thread of its own, so that steps wait for nothing: every gauge periodically, which keeps its
+    series alive and lets that of a rank that left end; of counters the increments, since Ray's agents add them up.
+
+    The first failure is logged and ends the mirror: no training ends for a metric.
+    """
+
+    def __init__(self) -> None:
+        self._metrics = {metric.name: _made(metric) for metric in METRICS}
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._gauges: dict[Key, float] = {}
+        self._amounts: defaultdict[Key, float] = defaultdict(float)
+        self._observed: Counter[tuple[Key, float]] = Counter()
+        self._thread = threading.Thread(target=self._run, name="ray-metrics", daemon=True)
+        self._thread.start()
+
+    def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
+        with self._lock:
+            self._gauges[name, tuple(labels.items())] = value
+
+    def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
+        with self._lock:
+            self._amounts[name, tuple(labels.items())] += amount
+
+    def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
+        with self._lock:
+            self._observed[(name, tuple(labels.items())), value] += times
+
+    def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
+        with self._lock:
+            self._gauges.pop((name, tuple(labels.items())), None)
+
+    def close(self) -> None:
+        """Export the last values, and no more."""
+        self._closing.set()
+        self._thread.join(timeout=EXPORT_EVERY_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(EXPORT_EVERY_S):
+                self._export()
+            self._export()
+        except Exception:
+            logger.warning("ray.util.metrics failed; from here on the run has its own endpoint only", exc_info=True)
+
+    def _export(self) -> None:
+        with self._lock:
+            gauges, amounts, observed = dict(self._gauges), self._amounts, self._observed
+            self._amounts, self._observed = defaultdict(float), Counter()
+        for (name, labels), value in gauges.items():
+            self._metrics[name].set(value, tags=dict(labels))
+        for (name, labels), amount in amounts.items():
+            if amount > 0:  # Ray refuses 0
+                self._metrics[name].inc(amount, tags=dict(labels))
+        for ((name, labels), value), times in observed.items():
+            for _ in range(times):
+                self._metrics[name].observe(value, tags=dict(labels))
+
+
+def _made(metric: Metric) -> Any:
+    name, tags = PREFIX + metric.name, ("run", *metric.labels)
+    text = f"{metric.help} ({metric.unit})"
+    if metric.kind is MetricKind.HISTOGRAM:
+        return metrics.Histogram(name, text, boundaries=[float(bound) for bound in DEGREE_BUCKETS], tag_keys=tags)
+    return (metrics.Gauge if metric.kind is MetricKind.GAUGE else metrics.Counter)(name, text, tag_keys=tags)

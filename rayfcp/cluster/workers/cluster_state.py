@@ -14,7 +14,7 @@ from rayfcp.cluster.workers.facts import with_stages
 from rayfcp.cluster.workers.group import WorkerGroup, join_devices
 from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
 from rayfcp.config import Config
-from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Limits, Loss, Setbacks
 from rayfcp.elastic.recoverable import RecoverableState
 from rayfcp.elastic.size import decide
 from rayfcp.execute.reports import Joined
@@ -116,10 +116,6 @@ class ClusterState:
             facts=[member_of[each].facts for each in decision.devices],
             generation=self._newest_number + 1,
         )
-
-    def select(self, decision: Decision) -> None:
-        """Use the decision's devices, which have not joined yet; all others stand by."""
-        self.worker_group.form(self.spec(decision), decision.devices)
 
     def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> list[Joined]:
         """Join the decision's devices; those in use before have left or been aborted. `empty`: without weights, which
@@ -227,10 +223,7 @@ class ClusterState:
             ),
             active=self.ids,
             num_stages=self._cluster.num_stages if self._cluster else 1,
-            leaving=tuple(
-                Leaving(node_id=node, deadline_s=now_s + (at_s or epoch_s) - epoch_s)
-                for node, at_s in self._nodes.draining.items()
-            ),
+            leaving={node: now_s + (at_s or epoch_s) - epoch_s for node, at_s in self._nodes.draining.items()},
             starting_since_s=tuple(self._pending.requested_s),
             losses=self._losses,
             failure=failure,

@@ -30,11 +30,6 @@ class WorkerGroup:
         for member in self.members:
             start.hold(member.id, member.handle)
 
-    @classmethod
-    def launch(cls, start: WorkerStart, *, stopped: Callable[[], bool] = bool) -> "WorkerGroup":
-        """Start one worker per device that can be reserved; raises as `WorkerStart.open_all`."""
-        return cls(start, start.open_all(stopped=stopped))
-
     def __len__(self) -> int:
         return len(self.members)
 

@@ -100,7 +100,7 @@ class WorkerStart:
         now_s = self.runtime.now_s()
         return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
 
-    def open_all(self, *, stopped: Callable[[], bool]) -> list[Member]:
+    def open_all(self, *, stopped: Callable[[], bool] = bool) -> list[Member]:
         """Start a worker on each of the devices that are there, in the order in which they open. Those that do not open
         within `elastic.start_timeout_s` are ended, if the others are enough.
 

@@ -22,7 +22,7 @@ from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
-from rayfcp.execute.reports import Beat, FileSum, Joined, RankReport, SavedPart, find_damage
+from rayfcp.execute.reports import Beat, DeviceReport, FileSum, Joined, SavedPart, find_damage
 from rayfcp.execute.state.copies import Wanted
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, ModelProfile, ShardHeader, StateId
@@ -43,7 +43,7 @@ def _in_group(name: str) -> Callable[[_Method], _Method]:
 control, copies = _in_group("control"), _in_group("copies")
 
 
-class RankWorker:
+class DeviceWorker:
     """One device of a run."""
 
     def __init__(self, config: Config, data_dir: str, *, vocab_size: int, worker_id: str = "") -> None:
@@ -242,7 +242,7 @@ class RankWorker:
         snapshot: StateId | None = None,
         safe: StateId | None = None,
         pixels: Sequence[Any] = (),
-    ) -> RankReport:
+    ) -> DeviceReport:
         """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
         a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step."""
         self._watch.on_call()

@@ -1,7 +1,9 @@
 """Loops that kernels share. Numba compiles its own `max`, `argmax` and `searchsorted` for every type that they could
 have, which takes ten times as long."""
 
-from rayfcp.cost.compiled import inner
+import numpy as np
+
+from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.values.arrays import Floats, Ints
 
 
@@ -26,3 +28,24 @@ def first_at_least(values: Floats | Ints, size: int, least: float) -> int:
         else:
             high = middle
     return low
+
+
+@inner_with_arrays
+def descending(values: Floats) -> Ints:
+    """Positions of the values, the largest first, equal ones in their order: a merge sort."""
+    size, width = len(values), 1
+    order, merged = np.arange(size), np.empty(size, np.int64)
+    while width < size:
+        for start in range(0, size, 2 * width):
+            middle, stop = min(start + width, size), min(start + 2 * width, size)
+            left, right = start, middle
+            for at in range(start, stop):
+                if left < middle and (right == stop or values[order[left]] >= values[order[right]]):
+                    merged[at] = order[left]
+                    left += 1
+                else:
+                    merged[at] = order[right]
+                    right += 1
+        order, merged = merged, order
+        width *= 2
+    return order

@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -30,8 +30,12 @@ _KEPT_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedImages:
-    """Images one after the other: `values` as in `ProcessorFamily.unit_shape`; `grids` `[images, 2]`, height and width
-    in patches. `broken`: what could not be decoded and is grey instead, with the reason."""
+    """Images one after the other, as the library's processor makes them.
+
+    `values`: `[patches, patch_values]` where sizes differ (Qwen3-VL), `[images, channels, height, width]` where all are
+    tiles (InternVL). `grids`: `[images, 2]`, height and width in patches. `broken`: images that could not be decoded
+    and are grey instead, with the reason.
+    """
 
     values: PixelArray
     grids: Integers
@@ -83,7 +87,7 @@ class ImageDecoder:
                 rows = whole.values.shape[0] // item.units
                 values = whole.values[low * rows : high * rows]
                 pieces.append(DecodedImages(values=values, grids=whole.grids[low:high], broken=whole.broken))
-            found[sequence, first, stop] = _joined(pieces)
+            found[sequence, first, stop] = join_images(pieces)
         return found
 
     def _item(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
@@ -106,9 +110,8 @@ class ImageDecoder:
         return DecodedImages(values=values, grids=grids)
 
 
-def _joined(pieces: list[DecodedImages]) -> DecodedImages:
-    if len(pieces) == 1:
-        return pieces[0]
+def join_images(pieces: Sequence[DecodedImages]) -> DecodedImages:
+    """All images, in order."""
     return DecodedImages(
         values=np.concatenate([piece.values for piece in pieces]),
         grids=np.concatenate([piece.grids for piece in pieces]),

@@ -9,46 +9,37 @@ from rayfcp.execute.attention.schedule import take_rows, write_rows
 from rayfcp.execute.parallel.transport import AttentionStats, Envelope, Transport
 from rayfcp.program import ReshuffleProgram
 
-Tensors = Sequence[Tensor]
-"""Tensors of the same tokens and head_dim, `[tokens, heads of each, head_dim]`."""
 
-
-def to_plan(program: ReshuffleProgram, given: Tensors, *, transport: Transport, stats: AttentionStats) -> list[Tensor]:
-    """Tensors in the plan's order; rows of padding are zero."""
-    placed = max(program.num_placed, 1)
-    targets = [each.new_zeros((placed, *each.shape[1:])) for each in given]
-    for target, source in zip(targets, given, strict=True):
-        for in_loop, in_plan in program.kept:
-            target[slice(*in_plan)] = source[slice(*in_loop)]
-    _exchange(program, given, targets=targets, transport=transport, stats=stats)
-    return targets
+def to_plan(
+    program: ReshuffleProgram, given: Sequence[Tensor], *, transport: Transport, stats: AttentionStats
+) -> list[Tensor]:
+    """Tensors of the same tokens, `[tokens, heads of each, head_dim]`, in the plan's order; padding is zero."""
+    return _moved(program, given, num_rows=max(program.num_placed, 1), transport=transport, stats=stats)
 
 
 def to_loop(
-    program: ReshuffleProgram, placed: Tensors, *, num_rows: int, transport: Transport, stats: AttentionStats
+    program: ReshuffleProgram, placed: Sequence[Tensor], *, num_rows: int, transport: Transport, stats: AttentionStats
 ) -> list[Tensor]:
     """Tensors in the loop's order, `num_rows` each; rows of padding are zero."""
-    targets = [each.new_zeros((num_rows, *each.shape[1:])) for each in placed]
-    for target, source in zip(targets, placed, strict=True):
-        for in_loop, in_plan in program.kept:
-            target[slice(*in_loop)] = source[slice(*in_plan)]
-    _exchange(program, placed, targets=targets, transport=transport, stats=stats, back=True)
-    return targets
+    return _moved(program, placed, num_rows=num_rows, transport=transport, stats=stats, back=True)
 
 
-def _exchange(
+def _moved(
     program: ReshuffleProgram,
-    sources: Tensors,
+    sources: Sequence[Tensor],
     *,
-    targets: Tensors,
+    num_rows: int,
     transport: Transport,
     stats: AttentionStats,
     back: bool = False,
-) -> None:
-    """Send rows of `sources` to rows of other ranks' `targets`. `back`: from the plan's order to the loop's.
-
-    A message holds its tokens of all tensors, concatenated over heads.
-    """
+) -> list[Tensor]:
+    """Copy the rows that stay on this rank and exchange the others; a message holds its tokens of all tensors,
+    concatenated over heads. `back`: from the plan's order to the loop's."""
+    targets = [each.new_zeros((num_rows, *each.shape[1:])) for each in sources]
+    for in_loop, in_plan in program.kept:
+        old, new = (in_plan, in_loop) if back else (in_loop, in_plan)
+        for target, source in zip(targets, sources, strict=True):
+            target[slice(*new)] = source[slice(*old)]
     heads = [tensor.shape[1] for tensor in targets]
     for step in program.rounds:
         sent, received = (step.receive, step.send) if back else (step.send, step.receive)
@@ -63,3 +54,4 @@ def _exchange(
         if received:
             for target, part in zip(targets, receives[0][1].split(heads, dim=1), strict=True):
                 write_rows(target, received.ranges, source=part)
+    return targets

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -128,17 +128,21 @@ def join_process_groups(
         world_size=position.num_devices,
         timeout=timeout,
     )
-    control_timeout, made = timedelta(seconds=CONTROL_TIMEOUT_S), {}
+    made: dict[str, dist.ProcessGroup] = {}
     for name, members in _members(position).items():
         is_control = name == "control"
-        made[name] = _make_channel(
-            name,
-            members,
-            own=position.device,
-            device=torch.device(CPU.name) if is_control else device,
-            timeout=control_timeout if is_control else timeout,
-            communication_sms=communication_sms,
-        )
+        where = torch.device(CPU.name) if is_control else device
+        for devices in members:  # every device makes all groups in the same order, also those it is not part of
+            group = dist.new_group(
+                devices,
+                timeout=timedelta(seconds=CONTROL_TIMEOUT_S) if is_control else timeout,
+                backend=DEVICES[where.type].group_backend,
+                group_desc=name,
+                pg_options=backend_of(where).group_options(communication_sms=communication_sms),
+            )
+            if position.device in devices:
+                _warm(group, where, messages=name in POINT_TO_POINT)
+                made[name] = group
     seconds = time.perf_counter() - start_s
     groups = ProcessGroups(position=position, device=device, seconds=seconds, **made)
     logger.info("device %d: %s, %d process groups in %.3f s", position.device, position, len(groups.made), seconds)
@@ -155,32 +159,6 @@ def _members(position: MeshPosition) -> dict[str, list[list[int]]]:
     if position.tensor_parallel > 1:
         members["tensor"] = mesh.reshape(-1, position.tensor_parallel).tolist()
     return members
-
-
-def _make_channel(
-    name: str,
-    members: Sequence[Sequence[int]],
-    *,
-    own: int,
-    device: torch.device,
-    timeout: timedelta,
-    communication_sms: int,
-) -> dist.ProcessGroup:
-    """Make and warm all groups of a channel; returns the one of device `own`. Creation is collective: every device
-    makes the same groups in the same order, also those it is not part of."""
-    joined: dist.ProcessGroup
-    for devices in members:
-        group = dist.new_group(
-            list(devices),
-            timeout=timeout,
-            backend=DEVICES[device.type].group_backend,
-            group_desc=name,
-            pg_options=backend_of(device).group_options(communication_sms=communication_sms),
-        )
-        if own in devices:
-            _warm(group, device, messages=name in POINT_TO_POINT)
-            joined = group
-    return joined
 
 
 def _warm(group: dist.ProcessGroup, device: torch.device, *, messages: bool) -> None:

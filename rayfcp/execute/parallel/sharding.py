@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.parallel.groups import ProcessGroups
 from rayfcp.execute.reports import StepProgress
-from rayfcp.execute.vision import Pixels
 
 
 def stage_mesh(groups: ProcessGroups) -> DeviceMesh:
@@ -121,12 +121,12 @@ class StageModule(nn.Module):
     def occasional(self) -> tuple[nn.Parameter, ...]:
         return ()
 
-    def encode(self, pixels: Pixels | None) -> Tensor:  # noqa: ARG002  vision models need it
+    def encode(self, pixels: DecodedImages | None) -> Tensor:  # noqa: ARG002  vision models need it
         """Features of the images' tokens, in order, `[tokens, num_mergers x hidden]`; in the graph unless the encoder
         is frozen. None: the encoder runs, as on other ranks, on a small blank image."""
         raise ValueError(f"{type(self).__name__} has no vision encoder; give it no images")
 
-    def blank_images(self, count: int, *, side: int) -> Pixels:  # noqa: ARG002  vision models need both
+    def blank_images(self, count: int, *, side: int) -> DecodedImages:  # noqa: ARG002  vision models need both
         """`count` blank images of `side` x `side` patches, as the vision encoder takes them."""
         raise ValueError(f"{type(self).__name__} has no vision encoder; give it no images")
 

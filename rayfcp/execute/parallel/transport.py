@@ -149,6 +149,16 @@ def default_transport() -> DistributedTransport:
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, DistributedTransport] = weakref.WeakKeyDictionary()
 
 
+class LoneTransport(Transport):
+    """Transport of the only rank, which has no messages."""
+
+    rank = 0
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        assert not sends and not receives
+        return _Works([], StepProgress())
+
+
 class FabricAbortedError(RuntimeError):
     """Another rank of the fabric failed."""
 
@@ -176,30 +186,6 @@ class Fabric:
             with suppress(queue.Empty):
                 return self._boxes[source, target].get(timeout=self._POLL_S)
         raise FabricAbortedError(f"rank {target} waited for rank {source} when another rank failed")
-
-
-class _Arrivals:
-    def __init__(self, fabric: Fabric, rank: int, *, receives: list[Envelope]) -> None:
-        self._fabric, self._rank, self._receives = fabric, rank, receives
-
-    def wait(self) -> None:
-        for peer, tensor in self._receives:
-            tensor.copy_(self._fabric.take(peer, self._rank))
-
-    def done(self) -> bool:
-        return not self._receives
-
-
-class InProcessTransport(Transport):
-    """One rank's end of a `Fabric`; sends are copied, so they never wait."""
-
-    def __init__(self, fabric: Fabric, rank: int) -> None:
-        self._fabric, self.rank = fabric, rank
-
-    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
-        for peer, tensor in sends:
-            self._fabric.put(self.rank, peer, tensor=tensor.detach().clone())
-        return _Arrivals(self._fabric, self.rank, receives=receives)
 
 
 @dataclass(slots=True)

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.kernels.group_time import pass_s
-from rayfcp.cost.kernels.group_time import table_of as table
+from rayfcp.cost.kernels.group_time import pass_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
 from rayfcp.plan.assembly import Columns, Draft
 from rayfcp.plan.groups.kernels.cut import floor_s
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
 from rayfcp.plan.groups.kernels.ranks import primitives_of
-from rayfcp.plan.groups.kernels.search import even, fill_in_turn, improve, pack, perturb, place, ruin, stage
+from rayfcp.plan.groups.kernels.search import even, fill_in_turn, improve, pack, perturb, place, ruin
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
@@ -46,7 +45,7 @@ class PinnedGroup:
 
     @property
     def kind(self) -> tuple[float, bool]:
-        """Seats of one kind have the same prices."""
+        """Groups of one kind and size have the same prices."""
         return self.speed, self.crosses
 
 
@@ -64,7 +63,7 @@ def prices_of(
     kinds = sorted({group.kind for group in pinned})
     places = [(outside, 1.0), (everywhere, 1.0), *((everywhere & crosses, speed) for speed, crosses in kinds)]
     rows = [
-        [table(cost.terms(degrees, primitive=primitive, crosses=crosses, speed=speed)) for primitive in primitives]
+        [table_of(cost.terms(degrees, primitive=primitive, crosses=crosses, speed=speed)) for primitive in primitives]
         for crosses, speed in places
     ]
     capacity = float(cluster.num_ranks + sum(len(group.ranks) * group.speed for group in pinned))
@@ -112,8 +111,8 @@ def problem_of(
     )
 
 
-def table_of(prices: Prices, state: GroupState, *, groups: Sequence[int]) -> Floats:
-    """T(group, degree) for degrees 1..N, infinite where memory forbids it; without pinned groups."""
+def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int]) -> Floats:
+    """T(group, degree) of groups that are not pinned, for degrees 1..N; infinite where memory forbids it."""
     held = list(groups)
     tokens, pairs = state.tokens[held][:, None], state.pairs[held][:, None]
     shape = (-1, prices.num_primitives, prices.num_degrees, 2)
@@ -174,14 +173,14 @@ class JointSearch:
             or counts[0] >= SCARCE
         )
         if forced:
-            self._keep(fill_in_turn(problem, node))
-        self._keep(even(problem, fewest=counts[0], most=counts[-1]))
+            self._keep(fill_in_turn(problem, first=node))
+        self._keep(even(problem, first=counts[0], last=counts[-1]))
         for part in self._cuts.rounds():
-            self._keep(pack(problem, part))
+            self._keep(pack(problem, part=part))
         if counts[0] < SCARCER:
             self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
         if not self._found:
-            self._keep(fill_in_turn(problem, node))
+            self._keep(fill_in_turn(problem, first=node))
         self._improve()
         return self._found
 
@@ -194,9 +193,9 @@ class JointSearch:
             if self._found and floor_s(self._problem, part) >= self._found[0][0]:
                 continue
             tried += 1
-            self._keep(pack(self._problem, part))
+            self._keep(pack(self._problem, part=part))
             if tried <= STAGED_CUTS:
-                self._keep(stage(self._problem, part, factors=FIRST_FACTORS))
+                self._keep(pack(self._problem, part=part, factors=FIRST_FACTORS))
 
     def _improve(self) -> None:
         """Local search from the best starts, then changes at random to the best of all."""
@@ -206,15 +205,14 @@ class JointSearch:
             if seconds > PROMISING * least_s or self.num_moves >= last:
                 break
             load(self._problem, state)
-            self._keep(self._go_on())
+            max_moves = self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED)
+            self._keep(improve(self._problem, last=max_moves))
         for turn in range(TURNS):
             load(self._problem, self._found[0][2])
             left = max(last - self.num_moves, 0)
             max_moves = self.num_moves + left // (TURNS - turn)
-            self._keep((ruin if turn % 2 else perturb)(self._problem, max_moves, saved=copied(self._problem.state)))
-
-    def _go_on(self) -> float:
-        return improve(self._problem, self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED))
+            change = ruin if turn % 2 else perturb
+            self._keep(change(self._problem, last=max_moves, saved=copied(self._problem.state)))
 
     def _keep(self, seconds: float) -> None:
         """Remember the best states where their groups lie, the first found among equals."""
@@ -279,7 +277,7 @@ class GroupPlanner:
         reason = f"best of {search.num_cuts} ways to cut the batch, in two stages"
         if not found:  # bins of a capacity may need degrees that the primitives do not have
             found, reason = (
-                [(fill_in_turn(self._problem, 0), copied(self._problem.state))],
+                [(fill_in_turn(self._problem), copied(self._problem.state))],
                 "microbatches filled in turn",
             )
         state = self._with_dynamic_program(found[0][1]) if self._options.degrees == "dp" else found[0][1]
@@ -297,7 +295,7 @@ class GroupPlanner:
         for home in range(state.counts[MICROBATCHES]):
             groups = np.flatnonzero((homes == home) & (state.span_kind[: len(homes)] < PINNED)).tolist()
             if groups:
-                degrees = dynamic_program(table_of(self._problem.prices, state, groups=groups))
+                degrees = dynamic_program(seconds_by_degree(self._problem.prices, state, groups=groups))
                 state.spare[home] += state.degree[groups].sum() - sum(degrees)
                 state.degree[groups] = degrees
         return state

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.groups.kernels.cut import Cut, bins_by_tokens, cut_by_length, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.search import stage
+from rayfcp.plan.groups.kernels.cut import best_fit, cut_by_length, cut_by_time, floor_s
+from rayfcp.plan.groups.kernels.search import pack
 from rayfcp.plan.groups.kernels.state import GroupState, SearchProblem, copied
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.values.arrays import Ints
@@ -32,9 +32,8 @@ class Cuts:
         self.max_tokens = prices.holds
         self.num_tokens = float(batch.tokens.sum())
         fewest = math.ceil(self.num_tokens / self.max_tokens)
-        self.packed = bins_by_tokens(problem, self.max_tokens)
+        self.packed = best_fit(batch.tokens, self.max_tokens, len(batch.tokens))
         self.counts = range(fewest, min(int(self.packed.max()) + 1 + max_more, len(batch.tokens)) + 1)
-        self._order = np.argsort(-batch.work_s, kind="stable")
         self._work_s = float(batch.work_s.sum()) / prices.capacity
         self._longest_s = float(batch.alone_s.max()) - prices.fixed_s
 
@@ -69,7 +68,7 @@ class Cuts:
         mean microbatch, also with others kept off the ranks that it leaves."""
         mean_s = self._work_s / count
         for spare_from_s in (mean_s, math.inf) if self._longest_s > mean_s else (math.inf,):
-            part = cut_by_time(self._problem, self._order, Cut(count, max_tokens, spare_from_s))
+            part = cut_by_time(self._problem, count, max_tokens, spare_from_s)
             if len(part):
                 yield part
 
@@ -97,7 +96,7 @@ class Cuts:
 
     def _by_length(self, counts: Iterable[int]) -> Iterator[Ints]:
         for count in counts:
-            part = cut_by_length(self._problem, Cut(count, self.max_tokens, math.inf))
+            part = cut_by_length(self._problem, count, self.max_tokens)
             if len(part):
                 yield part
 
@@ -166,11 +165,11 @@ class TwoStageSearch:
         for number, part in enumerate(itertools.islice(self._cuts.by_time(), max_cuts)):
             least_s = min((seconds for seconds, _, _ in found), default=math.inf)
             if floor_s(self._problem, part) < least_s:
-                found.append((stage(self._problem, part, factors=FIRST_FACTORS), number, part))
+                found.append((pack(self._problem, part=part, factors=FIRST_FACTORS), number, part))
         self.num_cuts = len(found)
         found.sort(key=lambda each: each[:2])
         refined = [
-            (stage(self._problem, part, factors=ALL_FACTORS), copied(self._problem.state))
+            (pack(self._problem, part=part, factors=ALL_FACTORS), copied(self._problem.state))
             for _, _, part in found[:REFINED_CUTS]
         ]
         return sorted((each for each in refined if each[0] < math.inf), key=lambda each: each[0])

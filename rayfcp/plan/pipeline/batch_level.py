@@ -15,8 +15,14 @@ from rayfcp.cost.memory import GIB
 from rayfcp.cost.microbatches import StageTimes, WholeCosts, beside_traffic, whole_costs
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.pipeline.kernels.passes import Timed, in_turns, makespan_s, reorder
-from rayfcp.plan.pipeline.recompute import Recompute, recomputed_layers
-from rayfcp.plan.pipeline.schedule import Order, one_forward_one_backward, peak_bytes, pipeline_plan
+from rayfcp.plan.pipeline.schedule import (
+    Order,
+    Recompute,
+    one_forward_one_backward,
+    peak_bytes,
+    pipeline_plan,
+    recomputed_layers,
+)
 from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, SequenceSpec
 from rayfcp.values.arrays import Ints

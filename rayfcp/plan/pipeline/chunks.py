@@ -5,17 +5,16 @@ slices do where memory permits; slices end at whole rows of a ring; and a tail t
 slice before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.cost.microbatches import Chunks
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.pipeline.kernels.packing import pack_balanced
-from rayfcp.values import LayerKinds, Primitive, SequenceSpec
+from rayfcp.values import LayerKinds, Primitive, SequenceSpec, Slice
 from rayfcp.values.arrays import Floats, Ints
 from rayfcp.values.layers import layers_work
 
@@ -83,39 +82,13 @@ class SequenceColumns:
         return cls(ids=ids[order], tokens=tokens[order], pairs=pairs[order], seconds=seconds[order])
 
 
-class Piece(NamedTuple):
-    """Tokens `[start, stop)` of the sequence at `position` of the columns, behind slices of `earlier` tokens."""
-
-    position: int
-    start: int
-    stop: int
-    earlier: tuple[int, ...]
-    last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How to chunk: slices of the longest sequence end at `ends` tokens; buckets hold at most `max_tokens` and, where
-    chunks are `balanced`, about `target_s` seconds. `first` and `last`: what share of that the first and the last
-    chunks have, if buckets without a slice can be these: pipelines fill and drain as fast as their first and last
-    chunks pass.
-    """
-
-    ends: tuple[int, ...]
-    target_s: float
-    max_tokens: float
-    balanced: bool
-    first: tuple[float, ...] = ()
-    last: tuple[float, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
     """Sequences that are cut, those of more slices first, of more seconds among equals. `lengths`: slices of each;
     `columns`: fields of `Chunks` by slice; `tail_s`: seconds of each sequence's last slice; `short`: positions of the
     sequences that are not cut."""
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[Slice, ...]
     lengths: tuple[int, ...]
     columns: Floats
     tail_s: Floats
@@ -129,21 +102,22 @@ class Splits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunked:
-    """Chunks in the order of their forward passes, runs of more chunks first. `pieces[m]`: the slice that chunk m
-    holds of a sequence that is cut, or None; `owners[k]`: the chunk of whole sequence `short[k]`. `runs`: lengths."""
+    """Chunks in the order of their forward passes, runs of more chunks first. `slices[m]`: the slice that chunk m
+    holds of a sequence that is cut, or None; `owners[k]`: the chunk of sequence `short[k]`, which is whole; `runs`:
+    lengths."""
 
     chunks: Chunks
-    pieces: tuple[Piece | None, ...]
+    slices: tuple[Slice | None, ...]
     short: Ints
     owners: Ints
     runs: tuple[int, ...]
 
     @property
     def members(self) -> list[list[int]]:
-        """Positions of the whole sequences of each chunk."""
-        members: list[list[int]] = [[] for _ in self.pieces]
-        for position, owner in zip(self.short.tolist(), self.owners.tolist(), strict=True):
-            members[owner].append(position)
+        """Ids of the whole sequences of each chunk."""
+        members: list[list[int]] = [[] for _ in self.slices]
+        for sequence, owner in zip(self.short.tolist(), self.owners.tolist(), strict=True):
+            members[owner].append(sequence)
         return members
 
 
@@ -171,57 +145,66 @@ def split(batch: SequenceColumns, ends: tuple[int, ...], *, work: ChunkWork, mer
     """Slices of each sequence that is longer than the first end; a tail that is not worth one `merges` with the slice
     before it, where no slice gets more than `max_tokens`."""
     least_s = LEAST_TAIL * work.seconds(0, ends[0]) if merges else 0.0
-    found: list[tuple[int, float, list[Piece]]] = []
+    found: list[tuple[int, list[int]]] = []
     for position in np.flatnonzero(batch.tokens > ends[0]).tolist():
         length = int(batch.tokens[position])
         cuts = [0, *(end for end in ends if end < length), length]
         if len(cuts) > 2 and work.seconds(cuts[-2], length) < least_s and length - cuts[-3] <= max_tokens:
             del cuts[-2]
         if len(cuts) > 2:
-            found.append((len(cuts), float(batch.seconds[position]), _pieces(position, cuts)))
-    found.sort(key=lambda each: (-each[0], -each[1]))
-    pieces = [piece for _, _, run in found for piece in run]
+            found.append((position, cuts))
+    found.sort(key=lambda each: (-len(each[1]), -batch.seconds[each[0]]))
     whole = np.ones(len(batch.ids), np.bool_)
-    whole[[run[0].position for _, _, run in found]] = False
-    columns = np.array([_column(piece, work=work) for piece in pieces], np.float64)
+    whole[[position for position, _ in found]] = False
+    columns = np.array([column for _, cuts in found for column in _columns(cuts, work=work)], np.float64)
     return Splits(
-        pieces=tuple(pieces),
-        lengths=tuple(len(run) for _, _, run in found),
+        slices=tuple(
+            Slice(sequence=int(batch.ids[position]), start=start, stop=stop)
+            for position, cuts in found
+            for start, stop in pairwise(cuts)
+        ),
+        lengths=tuple(len(cuts) - 1 for _, cuts in found),
         columns=columns.reshape(-1, len(Chunks._fields)).T,
-        tail_s=np.array([work.seconds(run[-1].start, run[-1].stop) for _, _, run in found], np.float64),
+        tail_s=np.array([work.seconds(cuts[-2], cuts[-1]) for _, cuts in found], np.float64),
         short=np.flatnonzero(whole),
     )
 
 
-def _pieces(position: int, cuts: list[int]) -> list[Piece]:
-    sizes = [stop - start for start, stop in pairwise(cuts)]
-    return [
-        Piece(position, start, stop, tuple(sizes[:at]), at == len(sizes) - 1)
-        for at, (start, stop) in enumerate(pairwise(cuts))
-    ]
+def _columns(cuts: list[int], *, work: ChunkWork) -> Iterator[tuple[float, ...]]:
+    """Fields of `Chunks` for each slice of a sequence."""
+    earlier: list[int] = []
+    for start, stop in pairwise(cuts):
+        size, last = stop - start, stop == cuts[-1]
+        yield (
+            size,
+            work.pairs(start, stop),
+            sum(max(size, each) for each in earlier),
+            start,
+            max(earlier, default=0),
+            0 if last else size,
+            start if last else 0,
+            len(earlier),
+        )
+        earlier.append(size)
 
 
-def _column(piece: Piece, *, work: ChunkWork) -> tuple[float, ...]:
-    """Fields of `Chunks`."""
-    size = piece.stop - piece.start
-    return (
-        size,
-        work.pairs(piece.start, piece.stop),
-        sum(max(size, each) for each in piece.earlier),
-        piece.start,
-        max(piece.earlier, default=0),
-        0 if piece.last else size,
-        piece.start if piece.last else 0,
-        len(piece.earlier),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """Of at most `max_tokens` and about `target_s` seconds; None: packed by tokens alone. With a `taper`, the first and
+    the last buckets without a slice are shorter in so many equal steps, if there are enough: pipelines fill and drain
+    as fast as their first and last chunks pass."""
+
+    max_tokens: float
+    target_s: float | None
+    taper: int = 0
 
 
-def chunk(batch: SequenceColumns, recipe: Recipe, *, splits: Splits) -> Chunked:
+def chunk(batch: SequenceColumns, buckets: Buckets, *, splits: Splits) -> Chunked:
     """Every token of the batch in one slice or whole sequence of one chunk; slices of a sequence in ascending chunks,
     and no chunk with slices of two sequences. Order: what fills the pipeline, shortest first; what is cut; then
     buckets of short sequences, longest first."""
-    owners, bucket_s, num_filling = _pack(batch, recipe, splits)
-    num_tails, num_slices = len(splits.lengths), len(splits.pieces)
+    owners, bucket_s, num_filling = _pack(batch, buckets, splits)
+    num_tails, num_slices = len(splits.lengths), len(splits.slices)
     used = np.unique(owners[owners >= num_tails])
     batched = used[np.argsort(-bucket_s[used], kind="stable")]
     fills = batched < num_tails + num_filling
@@ -239,14 +222,14 @@ def chunk(batch: SequenceColumns, recipe: Recipe, *, splits: Splits) -> Chunked:
     chunks.pairs[:] += np.bincount(chunk_of, batch.pairs[splits.short], minlength=count)
     return Chunked(
         chunks=chunks,
-        pieces=(*[None] * filling, *splits.pieces, *[None] * left),
-        short=splits.short,
+        slices=(*[None] * filling, *splits.slices, *[None] * left),
+        short=batch.ids[splits.short],
         owners=chunk_of,
         runs=(*[1] * filling, *splits.lengths, *[1] * left),
     )
 
 
-def _pack(batch: SequenceColumns, recipe: Recipe, splits: Splits) -> tuple[Ints, Floats, int]:
+def _pack(batch: SequenceColumns, how: Buckets, splits: Splits) -> tuple[Ints, Floats, int]:
     """The bucket of each short sequence, seconds of buckets, and the number of buckets that fill the pipeline, which
     come after those of tails; bucket t begins with tail t."""
     seconds, tokens = batch.seconds[splits.short], batch.tokens[splits.short]
@@ -255,12 +238,13 @@ def _pack(batch: SequenceColumns, recipe: Recipe, splits: Splits) -> tuple[Ints,
     space = num_tails + 2 * num_short
     bucket_s, bucket_tokens = np.zeros(space), np.full(space, -1.0)
     bucket_s[:num_tails], bucket_tokens[:num_tails] = splits.tail_s, tail_tokens
-    if not recipe.balanced:
-        owners = _pack_equal(bucket_tokens, tokens, num_tails=num_tails, max_tokens=recipe.max_tokens)
+    if how.target_s is None:
+        owners = _pack_equal(bucket_tokens, tokens, num_tails=num_tails, max_tokens=how.max_tokens)
         return owners, bucket_s + np.bincount(owners, seconds, minlength=space), 0
     all_s, all_tokens = float(splits.tail_s.sum() + seconds.sum()), float(tail_tokens.sum() + tokens.sum())
-    buckets = max(all_s / recipe.target_s, all_tokens / recipe.max_tokens)
-    shares = np.array([*recipe.first, *recipe.last])
+    buckets = max(all_s / how.target_s, all_tokens / how.max_tokens)
+    rising = np.arange(1, how.taper + 1) / (how.taper + 1)
+    shares = np.append(rising, rising[::-1])
     most = num_tails + num_short
     count = min(max(num_tails, int(np.ceil(buckets + float((1 - shares).sum())))), most)
     if count - num_tails <= len(shares):
@@ -272,8 +256,8 @@ def _pack(batch: SequenceColumns, recipe: Recipe, splits: Splits) -> tuple[Ints,
     bucket_tokens[num_tails:count] = 0.0
     bucket_s += less * limit_s
     bucket_tokens += less * mean_tokens
-    owners = pack_balanced(bucket_s, bucket_tokens, seconds, tokens, limit_s, recipe.max_tokens)
-    return owners, bucket_s - less * limit_s, len(recipe.first) if len(shares) else 0
+    owners = pack_balanced(bucket_s, bucket_tokens, seconds, tokens, limit_s, how.max_tokens)
+    return owners, bucket_s - less * limit_s, how.taper if len(shares) else 0
 
 
 def _pack_equal(bucket_tokens: Floats, tokens: Floats, *, num_tails: int, max_tokens: float) -> Ints:

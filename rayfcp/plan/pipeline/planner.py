@@ -5,31 +5,43 @@ contiguous ranges of numbers of chunks). Sequences grouped with one of more chun
 more; another pipeline costs another warm-up and cool-down. Work is counted in recipes, never in seconds.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.config.models import PipelineOptions, PlanConfig
+from rayfcp.cost.memory import GIB
+from rayfcp.cost.microbatches import StageBytes, StageTimes, chunk_bytes, chunk_passes, stage_times
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.pipeline.chunks import (
+    Buckets,
     Chunked,
     ChunkWork,
-    Recipe,
     SequenceColumns,
-    Splits,
     balanced_ends,
     chunk,
     equal_ends,
     split,
 )
-from rayfcp.plan.pipeline.evaluate import ChunkLoads, ChunkPipeline, Place, loads_of, piped
-from rayfcp.plan.pipeline.schedule import pipeline_plan
+from rayfcp.plan.pipeline.kernels.passes import eager_leads
+from rayfcp.plan.pipeline.schedule import (
+    Order,
+    Recompute,
+    backward_order,
+    leads_of_stages,
+    least_leads,
+    order_of_leads,
+    peak_bytes,
+    pipeline_plan,
+    recomputed_layers,
+    replayed_s,
+)
 from rayfcp.plan.strategies.registry import Proposal
-from rayfcp.values import ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec, Slice
+from rayfcp.values import ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values.arrays import Ints
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256)
 """Slices of the longest sequence."""
@@ -62,79 +74,146 @@ STRETCHED = 8
 """Recipes of which buckets of other lengths are tried."""
 
 
-class Choice(NamedTuple):
-    """A recipe of one of the places: the number of its grain, and what buckets are like."""
+AHEAD = 3
+"""Microbatches that a stage may be further than the next one where memory permits; more hide nothing."""
 
-    place: int
+
+class ChunkLoads(NamedTuple):
+    """Chunks' seconds and bytes by stage; lengths of their runs."""
+
+    times: StageTimes
+    held: StageBytes
+    runs: tuple[int, ...]
+
+    def part(self, start: int, stop: int) -> "ChunkLoads":
+        """Runs `[start, stop)`."""
+        first, last = sum(self.runs[:start]), sum(self.runs[:stop])
+        return ChunkLoads(self.times.part(first, last), self.held.part(first, last), self.runs[start:stop])
+
+
+class ChunkPipeline(NamedTuple):
+    """One pipeline of chunks, numbered from 0; `layers[stage, chunk]` are recomputed."""
+
+    order: Order
+    layers: Ints
+    makespan_s: float
+
+
+def piped(loads: ChunkLoads, *, options: PipelineOptions) -> ChunkPipeline:
+    """One pipeline of the chunks: by 1F1B or, if the order is elastic, with forward passes as early as memory permits,
+    whichever is faster.
+
+    Raises:
+        InfeasiblePlanError: memory does not suffice.
+    """
+    times, held, runs = loads
+    elastic = options.order == "elastic"
+    base = least_leads(runs, shrinking=elastic)
+    least = leads_of_stages(base, num_stages=len(held.layers), ahead=1)
+    order = order_of_leads(least, runs=runs)
+    layers = recomputed_layers(order, held=held, layer_s=times.layer_s, how=options.recompute)
+    if layers is None:
+        raise infeasible(order, held=held, how=options.recompute)
+    orders = [order]
+    if elastic:
+        most = leads_of_stages(base, num_stages=len(held.layers), ahead=AHEAD)
+        orders.append(order_of_leads(eager_leads(least, most, backward_order(runs), held, layers), runs=runs))
+    backward_s = times.recomputing(layers.astype(np.float64))
+    found = [
+        ChunkPipeline(
+            each,
+            layers,
+            replayed_s(each, forward_s=times.forward_s, backward_s=backward_s, transfer_s=times.transfer_s),
+        )
+        for each in orders
+    ]
+    return min(found, key=lambda each: each.makespan_s)
+
+
+def infeasible(order: Order, *, held: StageBytes, how: Recompute) -> InfeasiblePlanError:
+    """Name the stage that lacks most when all is recomputed that `how` permits, the bytes and the remedy."""
+    peaks = peak_bytes(order, held=held, recomputed=0 if how == "none" else held.layers[:, None])
+    stage = int(np.argmax(peaks - held.budget))
+    return InfeasiblePlanError(
+        f"stage {stage} has {held.budget[stage] / GIB:.3g} GiB beside its states, the microbatches that it holds at a "
+        f"time need {peaks[stage] / GIB:.3g} GiB with {'0 layers' if how == 'none' else 'every layer'} recomputed; "
+        "add memory or ranks, lower data.max_seqlen, or raise plan.pipeline.max_slices"
+    )
+
+
+class Choice(NamedTuple):
+    """A recipe of one of the primitives: the number of its grain, and what buckets are like."""
+
+    primitive: Primitive
     grain: int
     width: float
     taper: int
     stretch: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft(NamedTuple):
+    """Chunks and their pipeline; `makespan_s` is infinite where memory does not suffice for one."""
+
+    makespan_s: float
+    primitive: Primitive
+    chunked: Chunked
+    loads: ChunkLoads
+
+
 class Recipes:
-    """All recipes of a batch: by grain (from long chunks to short ones), width and taper, the usual ones first."""
+    """All recipes of a batch, whose chunks all ranks of a stage share by one primitive: by grain (from long chunks to
+    short ones), width and taper, the usual ones first."""
 
-    batch: SequenceColumns
-    work: ChunkWork
-    grains: tuple[tuple[float, tuple[int, ...]], ...]
-    splits: dict[tuple[int, ...], Splits]
-    widths: tuple[float, ...]
-    tapers: tuple[int, ...]
-    max_tokens: float
-    balanced: bool
-
-    @classmethod
-    def of(
-        cls,
-        batch: SequenceColumns,
+    def __init__(
+        self,
+        sequences: Sequence[SequenceSpec],
         *,
-        work: ChunkWork,
-        num_ranks: int,
-        max_tokens: float,
+        primitive: Primitive,
+        cluster: ClusterSpec,
+        cost: CostModel,
         options: PipelineOptions,
-    ) -> "Recipes":
-        """Recipes with at most `max_tokens` in a chunk."""
-        longest = int(batch.tokens.max())
-        balanced, rows = options.chunking == "balanced", ROW_ENDS * num_ranks
-        grains = []
+    ) -> None:
+        crosses = len(set(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))) > 1
+        self._primitive, self._crosses, self._cost, self._options = primitive, crosses, cost, options
+        self._num_ranks, self._max_tokens = cluster.num_ranks, float(cluster.num_ranks * cluster.max_tokens_per_rank)
+        self._work = ChunkWork.of(cost, degree=self._num_ranks, primitive=primitive, crosses=crosses)
+        self._batch = SequenceColumns.of(sequences, work=self._work)
+        self.balanced, rows = options.chunking == "balanced", ROW_ENDS * self._num_ranks
+        self.widths = WIDTHS if self.balanced else (1.0,)
+        self.tapers = TAPERS if self.balanced and options.order == "elastic" else (0,)
+        longest = int(self._batch.tokens.max())
+        self.grains: list[tuple[float, tuple[int, ...]]] = []
         for depth, count in _grains(longest, options=options):
-            ends = (
-                balanced_ends(longest, count, work=work, rows=rows)
-                if balanced
-                else equal_ends(longest, count, rows=rows)
-            )
-            if ends[0] <= max_tokens:
-                grains.append((depth, ends))
-        return cls(
-            batch=batch,
-            work=work,
-            grains=tuple(grains),
-            splits={
-                ends: split(batch, ends, work=work, merges=balanced, max_tokens=max_tokens)
-                for ends in {ends for _, ends in grains}
-            },
-            widths=WIDTHS if balanced else (1.0,),
-            tapers=TAPERS if balanced and options.order == "elastic" else (0,),
-            max_tokens=max_tokens,
-            balanced=balanced,
-        )
+            if self.balanced:
+                ends = balanced_ends(longest, count, work=self._work, rows=rows)
+            else:
+                ends = equal_ends(longest, count, rows=rows)
+            if ends[0] <= self._max_tokens:
+                self.grains.append((depth, ends))
+        self._splits = {
+            ends: split(self._batch, ends, work=self._work, merges=self.balanced, max_tokens=self._max_tokens)
+            for ends in {ends for _, ends in self.grains}
+        }
 
-    def chunked(self, choice: Choice) -> Chunked:
-        """The chunks of a recipe."""
+    def draft(self, choice: Choice) -> Draft:
+        """The chunks of a recipe, replayed."""
         depth, ends = self.grains[choice.grain]
         depth *= choice.stretch
-        shares = tuple((np.arange(1, choice.taper + 1) / (choice.taper + 1)).tolist())
-        recipe = Recipe(
-            ends=ends,
-            target_s=depth * self.work.seconds(0, ends[0]),
-            max_tokens=min(choice.width * depth * ends[0], self.max_tokens),
-            balanced=self.balanced,
-            first=shares,
-            last=shares[::-1],
+        buckets = Buckets(
+            max_tokens=min(choice.width * depth * ends[0], self._max_tokens),
+            target_s=depth * self._work.seconds(0, ends[0]) if self.balanced else None,
+            taper=choice.taper,
         )
-        return chunk(self.batch, recipe, splits=self.splits[ends])
+        chunked = chunk(self._batch, buckets, splits=self._splits[ends])
+        loads = self._loads(chunked)
+        return Draft(_piped_s(loads, options=self._options), self._primitive, chunked, loads)
+
+    def _loads(self, chunked: Chunked) -> ChunkLoads:
+        """Of all chunks of a step: the first gathers, the last backward pass reduces, where that is once a step."""
+        chunks, cost, degree, primitive = chunked.chunks, self._cost, self._num_ranks, self._primitive
+        passes = chunk_passes(chunks, cost=cost, degree=degree, primitive=primitive, crosses=self._crosses)
+        times = stage_times(passes, cost=cost, gathers=0, reduces=int(backward_order(chunked.runs)[-1]))
+        return ChunkLoads(times, chunk_bytes(chunks, cost=cost, degree=degree, primitive=primitive), chunked.runs)
 
 
 def _grains(longest: int, *, options: PipelineOptions) -> list[tuple[float, int]]:
@@ -145,17 +224,13 @@ def _grains(longest: int, *, options: PipelineOptions) -> list[tuple[float, int]
     return [*((depth, 1) for depth in DEPTHS), *counts]
 
 
-GroupCost = Callable[[int, int], float]
-Groups = tuple[tuple[int, int], ...]
-
-
-def best_groups(cost: GroupCost, *, num_kinds: int, most: int) -> Groups:
+def best_groups(cost: Callable[[int, int], float], *, num_kinds: int, most: int) -> tuple[tuple[int, int], ...]:
     """Ranges of `num_kinds` kinds of sequences, most chunks first, into at most `most` pipelines of the least cost.
 
     dp[i] = min over k < i of dp[k] + `cost(k, i)` (Eq. 14), which is delta and the recomputation of kinds [k, i); no
     pipelines if all cost infinitely much.
     """
-    nothing: tuple[float, Groups] = (float("inf"), ())
+    nothing: tuple[float, tuple[tuple[int, int], ...]] = (float("inf"), ())
     table = [(0.0, ()), *[nothing] * num_kinds]
     costs = {(k, i): cost(k, i) for i in range(1, num_kinds + 1) for k in range(i)}
     best = nothing
@@ -179,33 +254,19 @@ def kinds_of(runs: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def microbatches_of(
-    chunked: Chunked, batch: SequenceColumns, *, num_ranks: int, primitive: Primitive, seconds: Sequence[float]
+    chunked: Chunked, *, num_ranks: int, primitive: Primitive, seconds: Sequence[float]
 ) -> tuple[MicrobatchPlan, ...]:
     """One group of all ranks each, the slice before the whole sequences; `seconds[m]`: predicted."""
     ranks = tuple(range(num_ranks))
-    ids = batch.ids.tolist()
     microbatches = []
-    for piece, members, predicted_s in zip(chunked.pieces, chunked.members, seconds, strict=True):
-        sequences = tuple(ids[position] for position in members)
-        slices: tuple[Slice, ...] = ()
-        if piece is not None:
-            slices = (Slice(sequence=ids[piece.position], start=piece.start, stop=piece.stop),)
-            sequences = (ids[piece.position], *sequences)
+    for piece, whole, predicted_s in zip(chunked.slices, chunked.members, seconds, strict=True):
+        slices = () if piece is None else (piece,)
+        sequences = (*(each.sequence for each in slices), *whole)
         group = Group(ranks=ranks, sequences=sequences, primitive=primitive)
         microbatches.append(
             MicrobatchPlan(groups=(group,), group_s=(predicted_s,), predicted_s=predicted_s, slices=slices)
         )
     return tuple(microbatches)
-
-
-class Draft(NamedTuple):
-    """Chunks and their pipeline; `makespan_s` is infinite where memory does not suffice for one."""
-
-    makespan_s: float
-    batch: SequenceColumns
-    place: Place
-    chunked: Chunked
-    loads: ChunkLoads
 
 
 def plan_pipelines(
@@ -216,74 +277,55 @@ def plan_pipelines(
     Raises:
         InfeasiblePlanError: memory permits none.
     """
-    drafts = RecipeSearch(sequences, cluster=cluster, cost=cost, options=options).run()
+    recipes = {
+        primitive: Recipes(sequences, primitive=primitive, cluster=cluster, cost=cost, options=options.pipeline)
+        for primitive in _usable(cluster, cost=cost, options=options)
+    }
+    max_tokens = cluster.num_ranks * cluster.max_tokens_per_rank
+    drafts = [each for each in RecipeSearch(recipes).run() if each.chunked.chunks.tokens.max() <= max_tokens]
     if not drafts:
-        raise _infeasible_chunks(sequences, cluster=cluster, cost=cost, options=options)
+        raise _too_long(sequences, cluster=cluster)
     if drafts[0].makespan_s == np.inf:
         piped(min(drafts, key=lambda each: float(each.loads.held.kept.max())).loads, options=options.pipeline)
-    best: tuple[float, Draft, tuple[ChunkPipeline, ...]] | None = None
     feasible = [draft for draft in drafts if draft.makespan_s < np.inf]
-    for draft in feasible[: options.pipeline.candidates]:
-        found = _grouped(draft, options=options.pipeline)
-        seconds = sum(each.makespan_s for each in found)
-        if best is None or seconds < best[0]:
-            best = seconds, draft, found
-    assert best is not None  # of one candidate at least
-    return _assembled(best[1], best[2], chunking=options.pipeline.chunking)
+    grouped = [(draft, _grouped(draft, options=options.pipeline)) for draft in feasible[: options.pipeline.candidates]]
+    draft, found = min(grouped, key=lambda each: sum(pipeline.makespan_s for pipeline in each[1]))
+    return _assembled(draft, found, num_ranks=cluster.num_ranks, chunking=options.pipeline.chunking)
 
 
 class RecipeSearch:
     """Recipes that were tried, and what came of them."""
 
-    def __init__(
-        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
-    ) -> None:
-        self.options, self.max_tokens = options.pipeline, float(cluster.num_ranks * cluster.max_tokens_per_rank)
-        self.places = _places(cluster, cost=cost, options=options)
+    def __init__(self, recipes: Mapping[Primitive, Recipes]) -> None:
+        self.recipes = recipes
         self.tried: dict[Choice, Draft] = {}
-        self.recipes = []
-        for place in self.places:
-            work = ChunkWork.of(cost, degree=place.num_ranks, primitive=place.primitive, crosses=place.crosses)
-            self.recipes.append(
-                Recipes.of(
-                    SequenceColumns.of(sequences, work=work),
-                    work=work,
-                    num_ranks=place.num_ranks,
-                    max_tokens=self.max_tokens,
-                    options=self.options,
-                )
-            )
 
     def run(self) -> list[Draft]:
-        """Chunks that fit the ranks, the fastest first: of every grain, of the best grains with every bucket size and
-        taper, and of the best of these with buckets longer or shorter."""
-        for number, recipes in enumerate(self.recipes):
+        """Chunks, the fastest first: of every grain, of the best grains with every bucket size and taper, and of the
+        best of these with buckets longer or shorter."""
+        for primitive, recipes in self.recipes.items():
             best_s, worse = np.inf, 0
             for grain in range(len(recipes.grains)):
-                draft = self._try(Choice(number, grain, recipes.widths[0], recipes.tapers[0], 1.0))
+                draft = self._try(Choice(primitive, grain, recipes.widths[0], recipes.tapers[0], 1.0))
                 worse = worse + 1 if draft.makespan_s > WORSE * best_s else 0
                 best_s = min(best_s, draft.makespan_s)
                 if worse == TRIES:
                     break
         for choice in self._best(GRAINS):
-            recipes = self.recipes[choice.place]
+            recipes = self.recipes[choice.primitive]
             for width, taper in product(recipes.widths, recipes.tapers):
                 self._try(choice._replace(width=width, taper=taper))
         for choice in self._best(STRETCHED):
-            for stretch in STRETCHES if self.recipes[choice.place].balanced else ():
+            for stretch in STRETCHES if self.recipes[choice.primitive].balanced else ():
                 self._try(choice._replace(stretch=stretch))
-        fit = (draft for draft in self.tried.values() if draft.chunked.chunks.tokens.max() <= self.max_tokens)
-        return sorted(fit, key=lambda draft: draft.makespan_s)
+        return sorted(self.tried.values(), key=lambda draft: draft.makespan_s)
 
     def _best(self, count: int) -> list[Choice]:
         return sorted(self.tried, key=lambda choice: self.tried[choice].makespan_s)[:count]
 
     def _try(self, choice: Choice) -> Draft:
         if choice not in self.tried:
-            place, recipes = self.places[choice.place], self.recipes[choice.place]
-            chunked = recipes.chunked(choice)
-            loads = loads_of(chunked.chunks, chunked.runs, place=place)
-            self.tried[choice] = Draft(_piped_s(loads, options=self.options), recipes.batch, place, chunked, loads)
+            self.tried[choice] = self.recipes[choice.primitive].draft(choice)
         return self.tried[choice]
 
 
@@ -294,18 +336,22 @@ def _piped_s(loads: ChunkLoads, *, options: PipelineOptions) -> float:
         return np.inf
 
 
-def _places(cluster: ClusterSpec, *, cost: CostModel, options: PlanConfig) -> list[Place]:
-    """All ranks of a stage, by each primitive that they may use."""
-    nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    crosses = len(set(nodes)) > 1
+def _usable(cluster: ClusterSpec, *, cost: CostModel, options: PlanConfig) -> list[Primitive]:
+    """Primitives by which all ranks of a stage may share each chunk.
+
+    Raises:
+        InfeasiblePlanError: there is none.
+    """
     used = [Primitive(name) for name in options.primitives]
     if cluster.num_ranks == 1:
         used = [Primitive.RING]  # one rank exchanges nothing
-    return [
-        Place(cost=cost, num_ranks=cluster.num_ranks, primitive=primitive, crosses=crosses)
-        for primitive in used
-        if np.isfinite(cost.terms(cluster.num_ranks, primitive=primitive)[0].moved_s)
-    ]
+    usable = [each for each in used if np.isfinite(cost.terms(cluster.num_ranks, primitive=each)[0].moved_s)]
+    if not usable:
+        raise InfeasiblePlanError(
+            f"plan.primitives is {', '.join(options.primitives)}, the {cluster.num_ranks} ranks of a stage cannot "
+            f"share out {cost.num_heads} heads and {cost.num_kv_heads} key/value heads; add ring to plan.primitives"
+        )
+    return usable
 
 
 def _grouped(draft: Draft, *, options: PipelineOptions) -> tuple[ChunkPipeline, ...]:
@@ -324,7 +370,7 @@ def _grouped(draft: Draft, *, options: PipelineOptions) -> tuple[ChunkPipeline, 
     return apart if sum(each.makespan_s for each in apart) < whole.makespan_s else (whole,)
 
 
-def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...], *, chunking: str) -> Proposal:
+def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...], *, num_ranks: int, chunking: str) -> Proposal:
     layers = np.concatenate([each.layers for each in found], axis=1)
     times = draft.loads.times
     backward_s = times.recomputing(layers.astype(np.float64))
@@ -334,9 +380,8 @@ def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...], *, chunking: str)
     return Proposal(
         microbatches=microbatches_of(
             draft.chunked,
-            draft.batch,
-            num_ranks=draft.place.num_ranks,
-            primitive=draft.place.primitive,
+            num_ranks=num_ranks,
+            primitive=draft.primitive,
             seconds=(times.forward_s.max(axis=0) + backward_s.max(axis=0)).tolist(),
         ),
         pipelines=tuple(
@@ -347,14 +392,7 @@ def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...], *, chunking: str)
     )
 
 
-def _infeasible_chunks(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
-) -> InfeasiblePlanError:
-    if not _places(cluster, cost=cost, options=options):
-        return InfeasiblePlanError(
-            f"plan.primitives is {', '.join(options.primitives)}, the {cluster.num_ranks} ranks of a stage cannot "
-            f"share out {cost.num_heads} heads and {cost.num_kv_heads} key/value heads; add ring to plan.primitives"
-        )
+def _too_long(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> InfeasiblePlanError:
     longest = max(sequences, key=lambda each: (each.num_tokens, -each.id))
     budget = cluster.num_ranks * cluster.max_tokens_per_rank
     return InfeasiblePlanError(

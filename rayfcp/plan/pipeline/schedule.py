@@ -1,11 +1,12 @@
-"""The order of passes: one forward, one backward, over chunks of any kind (1F1B; InfiniPipe, sections 2.1 and 3.3).
+"""The order of passes: one forward, one backward, over chunks of any kind (1F1B; InfiniPipe, sections 2.1 and 3.3);
+its makespan, its memory, and the layers that microbatches recompute so that memory suffices.
 
 Chunks that hold slices of one sequence are a run: their backward passes go in reverse. Backward follows the runs in
 the order of forward, so runs of more chunks come first: then what is due backward has always passed forward.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,14 @@ from rayfcp.cost.microbatches import StageBytes
 from rayfcp.plan.pipeline.kernels import recompute as kernels
 from rayfcp.plan.pipeline.kernels.passes import finish_s
 from rayfcp.values import Action, PipelinePlan
-from rayfcp.values.arrays import Floats
+from rayfcp.values.arrays import Floats, Ints
 
 Order = npt.NDArray[np.int64]
 """[stage, pass]: forward of microbatch m is m, its backward is ~m (-1 - m)."""
+
+Recompute = Literal["adaptive", "uniform", "halves", "none", "full"]
+"""As memory asks of each stage and microbatch; one number of layers for all; no, half or all layers of all; none; all.
+"""
 
 
 def one_forward_one_backward(
@@ -101,30 +106,8 @@ def pipeline_plan(
     )
 
 
-def order_of(pipeline: PipelinePlan) -> Order:
-    """The order of a value, its microbatches numbered from 0."""
-    return np.array(
-        [
-            [
-                -1 - (action.microbatch - pipeline.start) if action.backward else action.microbatch - pipeline.start
-                for action in stage
-            ]
-            for stage in pipeline.actions
-        ],
-        np.int64,
-    )
-
-
-class Run(NamedTuple):
-    """`makespan_s`: from the first pass to the end of the last. `ends_s[way, stage, microbatch]`: end of each pass, way
-    0 forward, 1 backward."""
-
-    makespan_s: float
-    ends_s: Floats
-
-
-def run(order: Order, *, forward_s: Floats, backward_s: Floats, transfer_s: Floats) -> Run:
-    """Replay of `order[stage, 2 x count]` with seconds by [stage, microbatch] and, of a hop, [microbatch].
+def replayed_s(order: Order, *, forward_s: Floats, backward_s: Floats, transfer_s: Floats) -> float:
+    """Makespan of `order[stage, 2 x count]` with seconds by [stage, microbatch] and, of a hop, [microbatch].
 
     Sending does not hold up the sender; a stage waits for what it receives; each way between two stages carries one
     microbatch at a time.
@@ -138,7 +121,7 @@ def run(order: Order, *, forward_s: Floats, backward_s: Floats, transfer_s: Floa
     )
     if not finish_s(order, forward, backward, transfer, ends):
         raise ValueError("stages wait for each other for ever; microbatches must pass all stages in compatible orders")
-    return Run(float(ends.max(initial=0.0)), ends)
+    return float(ends.max(initial=0.0))
 
 
 def peak_bytes(order: Order, *, held: StageBytes, recomputed: npt.ArrayLike = 0) -> Floats:
@@ -146,3 +129,26 @@ def peak_bytes(order: Order, *, held: StageBytes, recomputed: npt.ArrayLike = 0)
     layers = np.empty(held.kept.shape, np.int64)
     layers[:] = recomputed
     return kernels.peak_bytes(order, held, layers)
+
+
+def recomputed_layers(order: Order, *, held: StageBytes, layer_s: Floats, how: Recompute) -> Ints | None:
+    """`layers[stage, microbatch]`, about the fewest seconds with which memory suffices; None if it never does.
+
+    `layer_s[microbatch]`: seconds of one recomputed layer.
+
+    InfiniPipe (Algorithm 2, Eqs. 15-20) has one number of layers for all passes that run at the same time on different
+    stages. Ours, "adaptive": each stage for itself, the microbatches first that relieve most bytes per second; a stage
+    that recomputes less than its neighbours is not held up where stages run ahead of each other.
+    """
+    layers = np.zeros(held.kept.shape, np.int64)
+    if how == "adaptive":
+        return layers if kernels.fit(order, held, layer_s, layers) else None
+    every = layers + held.layers.astype(np.int64)[:, None]
+    choices = {
+        "uniform": (np.minimum(count, every) for count in range(int(held.layers.max()) + 1)),
+        "halves": iter((layers, every // 2, every)),
+        "none": iter((layers,)),
+        "full": iter((every,)),
+    }
+    fitting = (each for each in choices[how] if (peak_bytes(order, held=held, recomputed=each) <= held.budget).all())
+    return next(fitting, None)

@@ -17,7 +17,7 @@ from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 
 if TYPE_CHECKING:
-    from rayfcp.plan.pipeline.recompute import Recompute
+    from rayfcp.plan.pipeline.schedule import Recompute
 
 
 COUNTS = 8

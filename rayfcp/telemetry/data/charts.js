@@ -89,9 +89,7 @@ function pointed(shape, lines) {
 
 // ---- Parts of figures
 
-function figure(title, note) {
-  return html("figure", {}, html("figcaption", {}, html("h3", {}, title), html("p", {}, note)));
-}
+const caption = (title, note) => html("figcaption", {}, html("h3", {}, title), html("p", {}, note));
 
 const keyMark = (colour) => node("svg", { class: "key", viewBox: "0 0 10 10", "aria-hidden": "true" },
   node("rect", { class: colour, width: 10, height: 10, rx: 2.5 }));
@@ -580,7 +578,58 @@ function mount(holder, chart) {
   };
 }
 
+// ---- Charts of steps, on the report and on the live page: options of line charts, and for each line the column of its
+// values. `varies`: hidden while all values are equal.
+
+const STEP_CHARTS = {
+  loss: { title: "Loss", note: "Nats per target token", columns: { loss: "loss" }, zero: false },
+  throughput: { title: "Throughput", note: "Tokens per second, all devices together",
+    columns: { "tokens per second": "tokens_per_s" }, smooth: true },
+  mfu: { title: "MFU", note: "Model FLOPs over step time and the devices' peak; attention FLOPs alone likewise",
+    columns: { all: "mfu", attention: "attention_mfu" }, format: "percent", smooth: true },
+  "grad-norm": { title: "Gradient norm", note: "Before clipping", columns: { norm: "grad_norm" } },
+  "step-time": { title: "Step time", note: "Measured, and as the plan predicted it",
+    columns: { measured: "step_s", predicted: "predicted_s" }, format: "seconds" },
+  prediction: { title: "Predicted over measured", note: "1 is exact; below 1, steps took longer than predicted",
+    columns: { ratio: "predicted_ratio" }, level: 1 },
+  gap: { title: "Gap", note: "Predicted step time over its lower bound; 1 is optimal", columns: { gap: "gap" }, zero: false },
+  planning: { title: "Planning", note: "Time to plan a batch, and how long the step was blocked on its plan",
+    columns: { plan: "plan_s", blocked: "plan_wait_s" }, format: "seconds" },
+  imbalance: { title: "Imbalance", note: "(max − mean) / max over ranks, by resource, as planned",
+    columns: { compute: "compute", attention: "attention", memory: "memory", communication: "communication",
+      encoder: "encoder" }, format: "percent" },
+  bubble: { title: "Bubble", note: "Share of rank time spent waiting for other ranks", columns: { bubble: "bubble" },
+    format: "percent" },
+  devices: { title: "Devices", note: "In use at each step", columns: { devices: "world_size" }, stepped: true, varies: true },
+};
+
+// Returns the function that draws the chart of a figure's `data-steps` from columns of values. Charts without values are
+// hidden, except for the loss.
+function stepChart(holder) {
+  const { columns, varies, ...options } = STEP_CHARTS[holder.dataset.steps];
+  holder.append(caption(options.title, options.note));
+  let redraw = null;
+  return (values, { spans, marks } = {}) => {
+    const series = Object.entries(columns).map(([name, column]) => ({ name, values: values[column] }))
+      .filter((each) => each.values.some(isKnown));
+    const known = series.flatMap((each) => each.values);
+    holder.hidden = varies ? known.every((value) => value === known[0]) : !known.length && holder.dataset.steps !== "loss";
+    const chart = { kind: "lines", format: "number", zero: true, ...options, series, x: values.step, spans, marks };
+    if (redraw) redraw(chart);
+    else redraw = mount(holder, chart);
+  };
+}
+
 document.body.append(html("div", { id: "tip", class: "tip", role: "tooltip", hidden: "" }));
 for (const holder of document.querySelectorAll("figure[data-chart]")) {
   mount(holder, JSON.parse(holder.querySelector("script").textContent));
+}
+
+const stepValues = document.getElementById("step-values");
+if (stepValues) {
+  const { x, series, spans, marks } = JSON.parse(stepValues.textContent);
+  const columns = Object.fromEntries(series.map(({ name, values }) => [name, values]));
+  for (const holder of document.querySelectorAll("figure[data-steps]")) {
+    stepChart(holder)({ ...columns, step: x }, { spans, marks });
+  }
 }

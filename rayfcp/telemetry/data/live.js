@@ -5,39 +5,7 @@ const byId = (id) => document.getElementById(id);
 const set = (id, text) => { byId(id).textContent = text; };
 const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 
-// A line chart over the steps; `columns` of the state by the name of their line. `varies`: hidden while all values are equal.
-function liveChart(id, title, note, columns, { format = "number", zero = true, smooth = false, stepped = false, varies = false } = {}) {
-  const holder = figure(title, note);
-  holder.id = id;
-  byId("charts").append(holder);
-  let redraw = null;
-  return (state) => {
-    const series = Object.entries(columns).map(([name, column]) => ({ name, values: state[column] }))
-      .filter(({ values }) => values.some(isKnown));
-    const values = series.flatMap((each) => each.values);
-    holder.hidden = !series.length || (varies && values.every((value) => value === values[0]));
-    const chart = { kind: "lines", title, note, format, zero, smooth, stepped, series, x: state.step };
-    if (redraw) redraw(chart);
-    else redraw = mount(holder, chart);
-  };
-}
-
-const CHARTS = [
-  liveChart("loss-chart", "Loss", "Nats per target token", { loss: "loss" }, { zero: false }),
-  liveChart("step-chart", "Step time", "Measured, and as the plan predicted it",
-    { measured: "step_s", predicted: "predicted_s" }, { format: "seconds" }),
-  liveChart("tokens-chart", "Tokens per second", "All devices together", { "tokens per second": "tokens_per_s" },
-    { smooth: true }),
-  liveChart("mfu-chart", "MFU", "Model FLOPs over step time and the devices' peak",
-    { all: "mfu", attention: "attention_mfu" }, { format: "percent", smooth: true }),
-  liveChart("imbalance-chart", "Imbalance", "(max − mean) / max over ranks, by resource",
-    { compute: "compute", attention: "attention", memory: "memory", communication: "communication", encoder: "encoder" },
-    { format: "percent" }),
-  liveChart("world-chart", "Devices", "In use at each step", { devices: "world_size" }, { stepped: true, varies: true }),
-  liveChart("gap-chart", "Gap", "Predicted step time over its lower bound; 1 is optimal", { gap: "gap" }, { zero: false }),
-  liveChart("planning-chart", "Planning", "Time to plan a batch, and how long the step was blocked on its plan",
-    { plan: "plan_s", blocked: "plan_wait_s" }, { format: "seconds" }),
-];
+const CHARTS = [...document.querySelectorAll("figure[data-steps]")].map(stepChart);
 
 function duration(value) {
   if (value === null) return "";
@@ -137,7 +105,7 @@ const mounted = {};
 // Draws into the element `id`, whose figure is made once.
 function drawInto(id, chart) {
   if (!mounted[id]) {
-    const holder = figure(chart.title, chart.note);
+    const holder = html("figure", {}, caption(chart.title, chart.note));
     byId(id).replaceChildren(holder);
     mounted[id] = mount(holder, chart);
   } else mounted[id](chart);

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.doctor.checks import examine, is_well
+from rayfcp.cluster.doctor.checks import CHECKPOINT_BYTES, STATE_BYTES, examine
 from rayfcp.cluster.doctor.facts import (
     GIB,
     PYTHON,
@@ -19,19 +19,24 @@ from rayfcp.cluster.doctor.facts import (
     ClusterFacts,
     Facts,
     Finding,
-    Needs,
     NodeFacts,
     Storage,
     Verdict,
 )
+from rayfcp.config import parse_config
 from rayfcp.execute.devices.cuda import CudaKernel
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import TorchFlashKernel
 
 SLOWER = CudaKernel(half=TorchFlashKernel(), single=CutlassKernel()).name
 
-NEEDS = Needs(
-    device="cuda", min_workers=8, max_workers=16, run_dir="/s/r", paths=("/s/d",), checkpoint_bytes=GIB, metrics_port=90
+CONFIG = parse_config(
+    {
+        "data": {"paths": ["/s/d"]},
+        "run": {"dir": "/s/r"},
+        "cluster": {"device": "cuda", "num_workers": [8, 16]},
+        "metrics": {"port": 90},
+    }
 )
 NODE = NodeFacts(
     name="a",
@@ -49,7 +54,11 @@ NODE = NodeFacts(
 )
 CLUSTER = ClusterFacts(address="auto", resources={"GPU": 16.0, "CPU": 32.0})
 ACCESS = AccessFacts(mode="token", token_from="~/.ray/auth_token")
-WELL = Facts(nodes=(NODE, replace(NODE, name="b")), cluster=CLUSTER, access=ACCESS, needs=NEEDS)
+WELL = Facts(nodes=(NODE, replace(NODE, name="b")), cluster=CLUSTER, access=ACCESS, config=CONFIG, num_parameters=10**8)
+
+
+def is_well(findings: tuple[Finding, ...]) -> bool:
+    return all(each.verdict is not Verdict.FAIL for each in findings)
 
 
 def problems(facts: Facts) -> list[Finding]:
@@ -147,12 +156,13 @@ def test_a_problem_of_one_node_names_it() -> None:
     assert [each.node for each in problems(everywhere)] == [""]
 
 
-@given(free=st.integers(0, 5 * GIB), each=st.integers(1, 2 * GIB), kept=st.integers(1, 3))
-def test_room_for_checkpoints(free: int, each: int, kept: int) -> None:
-    """Those that are kept and the one being written; without room for one the run cannot save."""
+@given(free=st.integers(0, 5 * GIB), num_parameters=st.integers(1, GIB // 6), kept=st.integers(1, 3))
+def test_space_for_checkpoints(free: int, num_parameters: int, kept: int) -> None:
+    """Those that are kept and the one being written; without space for one the run cannot save."""
     assert NODE.storage is not None
     node = replace(NODE, storage=replace(NODE.storage, free_bytes=free))
-    facts = replace(WELL, nodes=(node,), needs=replace(NEEDS, checkpoint_bytes=each, kept_checkpoints=kept))
+    config, each = CONFIG.changed(checkpoint={"keep": kept}), CHECKPOINT_BYTES * num_parameters
+    facts = replace(WELL, nodes=(node,), config=config, num_parameters=num_parameters)
     verdicts = [found.verdict for found in problems(facts)]
     expected = [] if free >= (kept + 1) * each else [Verdict.FAIL if free < each else Verdict.WARN]
     assert verdicts == expected
@@ -165,27 +175,24 @@ def test_a_slow_answer_is_no_wrong_clock(ahead: float, within: float) -> None:
     assert problems(on_node(clock_ahead_s=clock_ahead_s, clock_within_s=within)) == []
 
 
-def local(**needs: Any) -> Facts:
-    """Four cores and 8 GiB, without accelerators."""
+@pytest.mark.parametrize(
+    ("workers", "state_gib", "verdicts"),
+    [
+        (4, 0, []),
+        (8, 0, [Verdict.WARN]),
+        (64, 0, [Verdict.FAIL, Verdict.FAIL]),
+        (2, 7, []),
+        (4, 7, [Verdict.FAIL]),
+    ],
+)
+def test_workers_need_cores_and_memory(workers: int, state_gib: int, verdicts: list[Verdict]) -> None:
+    """Of a machine with four cores and 8 GiB, without accelerators."""
     node = replace(
         NODE, devices=None, accelerators=Accelerators(kind="cpu", kernel="x"), num_cpus=4, memory_bytes=8 * GIB
     )
-    wanted = replace(NEEDS, device="cpu", max_workers=64, **needs)
-    return Facts(nodes=(node,), access=ACCESS, needs=wanted)
-
-
-@pytest.mark.parametrize(
-    ("needs", "verdicts"),
-    [
-        ({"min_workers": 4}, []),
-        ({"min_workers": 8}, [Verdict.WARN]),
-        ({"min_workers": 64}, [Verdict.FAIL, Verdict.FAIL]),
-        ({"min_workers": 2, "state_bytes": 7 * GIB}, []),
-        ({"min_workers": 4, "state_bytes": 7 * GIB}, [Verdict.FAIL]),
-    ],
-)
-def test_workers_need_cores_and_memory(needs: dict[str, int], verdicts: list[Verdict]) -> None:
-    assert [each.verdict for each in problems(local(**needs))] == verdicts
+    config = CONFIG.changed(cluster={"device": "cpu", "num_workers": (workers, 64)})
+    facts = Facts(nodes=(node,), access=ACCESS, config=config, num_parameters=state_gib * GIB // STATE_BYTES)
+    assert [each.verdict for each in problems(facts)] == verdicts
 
 
 def test_a_head_without_devices_needs_no_kernel() -> None:

@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.doctor.facts import Needs, needs_of
-from rayfcp.cluster.doctor.gather import accelerators, access_facts, home_of, machine_facts, storage_facts
-from rayfcp.config import load_config
+from rayfcp.cluster.doctor.gather import (
+    accelerators,
+    access_facts,
+    home_of,
+    local_paths,
+    machine_facts,
+    num_parameters,
+    storage_facts,
+)
+from rayfcp.config import config_of_keys, load_config
 
 JOBS = Path(__file__).resolve().parents[3] / "jobs"
+CONFIG = config_of_keys(())
 
 
 def test_storage(tmp_path: Path) -> None:
@@ -48,12 +56,10 @@ def test_devices_are_asked_in_a_process_of_their_own() -> None:
 
 def test_needs_of_a_run() -> None:
     """Hub names and URLs are no paths; what model and tokenizer share is read once."""
-    needs = needs_of(load_config(JOBS / "qwen3-8b-128k-gpu.yaml", overrides=["metrics.port=99"]))
-    assert needs.paths == ("/shared/data/long-documents/*.parquet", "/shared/models/Qwen3-8B")
-    assert (needs.device, needs.min_workers, needs.max_workers, needs.metrics_port) == ("cuda", 32, 64, 99)
-    assert needs.checkpoint_bytes == pytest.approx(12 * 8.19e9, rel=0.01)
-    named = needs_of(load_config(JOBS / "qwen3-8b-128k-gpu.yaml", overrides=["model.path=some/hub-model"]))
-    assert named.checkpoint_bytes is None
+    config = load_config(JOBS / "qwen3-8b-128k-gpu.yaml")
+    assert local_paths(config) == ("/shared/data/long-documents/*.parquet", "/shared/models/Qwen3-8B")
+    assert num_parameters(config) == pytest.approx(8.19e9, rel=0.01)
+    assert num_parameters(config.changed(model={"path": "some/hub-model"})) is None
 
 
 def test_the_token_is_looked_for_and_never_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,22 +67,22 @@ def test_the_token_is_looked_for_and_never_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("RAY_AUTH_MODE", "TOKEN")
-    assert access_facts(Needs()).token_from == ""
+    assert access_facts(CONFIG).token_from == ""
     (tmp_path / "token").write_text(secret)
     (tmp_path / "token").chmod(0o600)
-    found = access_facts(Needs())
+    found = access_facts(CONFIG)
     assert (found.mode, found.token_from, found.token_open) == ("token", str(tmp_path / "token"), False)
     (tmp_path / "token").chmod(0o644)
-    assert access_facts(Needs()).token_open
+    assert access_facts(CONFIG).token_open
     monkeypatch.setenv("RAY_AUTH_TOKEN", secret)
-    assert access_facts(Needs()).token_from == "RAY_AUTH_TOKEN" and secret not in repr(access_facts(Needs()))
+    assert access_facts(CONFIG).token_from == "RAY_AUTH_TOKEN" and secret not in repr(access_facts(CONFIG))
 
 
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert access_facts(Needs(metrics_port=port)).metrics_port_taken
-    assert not access_facts(Needs(metrics_port=port)).metrics_port_taken
+        config = CONFIG.changed(metrics={"port": listener.getsockname()[1]})
+        assert access_facts(config).metrics_port_taken
+    assert not access_facts(config).metrics_port_taken
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ class Head:
 
     def workers(self) -> set[int]:
         """Processes of devices."""
-        return self.processes(lambda line: line.startswith("ray::RankWorker"))
+        return self.processes(lambda line: line.startswith("ray::DeviceWorker"))
 
     def num_nodes(self) -> int:
         """Those that are up, with the head."""

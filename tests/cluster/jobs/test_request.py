@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cli import main
-from rayfcp.cluster.jobs import STOP_WAIT, job_request, read_requirements
-from rayfcp.commands.submit import ADDRESS
+from rayfcp.commands.submit import ADDRESS, STOP_WAIT, job_request, read_requirements
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "jobs" / "quickstart.yaml"

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.pipeline.schedule import Order
+from rayfcp.values import PipelinePlan
 
 
 def staged_cost(*, num_ranks: int = 2, num_stages: int = 2, model: str = "gpt-7b", **keywords: object) -> CostModel:
@@ -13,6 +15,18 @@ def staged_cost(*, num_ranks: int = 2, num_stages: int = 2, model: str = "gpt-7b
     return CostModel.from_profiles(
         model_profile(model), hardware_profile("a800"), num_ranks=num_ranks, num_stages=num_stages, **given
     )
+
+
+def order_of(pipeline: PipelinePlan) -> Order:
+    """The order of a value, its microbatches numbered from 0."""
+    codes = [
+        [
+            -1 - (each.microbatch - pipeline.start) if each.backward else each.microbatch - pipeline.start
+            for each in stage
+        ]
+        for stage in pipeline.actions
+    ]
+    return np.array(codes, np.int64)
 
 
 runs_of_chunks = st.lists(st.integers(1, 4), min_size=1, max_size=5)

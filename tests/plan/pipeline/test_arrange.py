@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rayfcp.cost.microbatches import StageBytes, StageTimes, WholeCosts
 from rayfcp.plan import CostModel
 from rayfcp.plan.pipeline.batch_level import AHEAD, Arrangement, Arranger
-from rayfcp.plan.pipeline.recompute import Recompute
-from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes, run
+from rayfcp.plan.pipeline.schedule import Recompute, one_forward_one_backward, peak_bytes, replayed_s
 from tests.examples import examples
 from tests.plan.pipeline.helpers import staged_cost
 
@@ -64,7 +63,7 @@ def test_no_stage_is_further_ahead_than_it_may(count: int, num_stages: int, ahea
         held = np.cumsum([1 if code >= 0 else -1 for code in codes])
         assert held.max() == min(1 + min(most, ahead * (num_stages - 1 - stage)), count)
     ones = np.ones((num_stages, count))
-    assert run(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(count)).makespan_s >= 2 * num_stages
+    assert replayed_s(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(count)) >= 2 * num_stages
 
 
 seconds_of = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -80,7 +79,7 @@ def test_orders_are_near_the_best_of_all(seconds: list[int], num_stages: int) ->
     for ahead, turns in itertools.product(AHEAD, itertools.permutations(range(len(seconds)))):
         order = one_forward_one_backward([1] * len(seconds), num_stages=num_stages, ahead=ahead)
         forward, backward = times.forward_s[:, turns], times.backward_s[:, turns]
-        least = min(least, run(order, forward_s=forward, backward_s=backward, transfer_s=times.transfer_s).makespan_s)
+        least = min(least, replayed_s(order, forward_s=forward, backward_s=backward, transfer_s=times.transfer_s))
     assert least * (1 - 1e-9) <= found.makespan_s <= 1.05 * least
 
 

@@ -21,7 +21,7 @@ from rayfcp.cost.microbatches import (
     whole_costs,
 )
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.pipeline.schedule import Order, one_forward_one_backward, order_of, peak_bytes
+from rayfcp.plan.pipeline.schedule import Order, one_forward_one_backward, peak_bytes
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import (
@@ -35,7 +35,7 @@ from rayfcp.values import (
 from rayfcp.verify.plan import check_plan
 from tests.examples import examples
 from tests.plan.helpers import batch_of, partitions
-from tests.plan.pipeline.helpers import replay, staged_cost
+from tests.plan.pipeline.helpers import order_of, replay, staged_cost
 
 TESTED = ("flex-ring", "flex-block", "static-cp", "dapple", "ulysses", "ring", "magi", "bytescale", "dynamic-cp")
 BOTH = PlanConfig(primitives=("ring", "ulysses"))

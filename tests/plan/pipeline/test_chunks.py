@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cost.microbatches import chunks_of
+from jobs.reproduce.chunks import chunks_of
 from rayfcp.plan.pipeline.chunks import (
+    Buckets,
     Chunked,
     ChunkWork,
-    Recipe,
     SequenceColumns,
     balanced_ends,
     chunk,
@@ -33,17 +33,14 @@ works = st.builds(
 
 def made(
     batch: list[SequenceSpec], *, work: ChunkWork, count: int, balanced: bool, budget: float, taper: int = 0
-) -> tuple[SequenceColumns, Recipe, Chunked]:
+) -> tuple[SequenceColumns, Buckets, Chunked]:
     pool = SequenceColumns.of(batch, work=work)
     longest = int(pool.tokens.max())
     count = min(count, longest)
     ends = balanced_ends(longest, count, work=work, rows=2) if balanced else equal_ends(longest, count, rows=2)
     target_s = work.pair_s * ends[0] * (ends[0] + 1) / 2 + work.token_s * ends[0]
-    shares = tuple(at / (taper + 1) for at in range(1, taper + 1))
-    recipe = Recipe(
-        ends=ends, target_s=target_s, max_tokens=budget * ends[0], balanced=balanced, first=shares, last=shares[::-1]
-    )
-    return pool, recipe, chunk(pool, recipe, splits=split(pool, ends, work=work, merges=balanced, max_tokens=1 << 40))
+    buckets = Buckets(max_tokens=budget * ends[0], target_s=target_s if balanced else None, taper=taper)
+    return pool, buckets, chunk(pool, buckets, splits=split(pool, ends, work=work, merges=balanced, max_tokens=1 << 40))
 
 
 @given(
@@ -58,11 +55,10 @@ def made(
 def test_every_token_is_in_one_chunk(
     batch: list[SequenceSpec], work: ChunkWork, count: int, balanced: bool, budget: float, taper: int
 ) -> None:
-    pool, recipe, found = made(batch, work=work, count=count, balanced=balanced, budget=budget, taper=taper)
+    _, buckets, found = made(batch, work=work, count=count, balanced=balanced, budget=budget, taper=taper)
     by_id = {each.id: each for each in batch}
-    microbatches = microbatches_of(
-        found, pool, num_ranks=2, primitive=Primitive.ULYSSES, seconds=[0.0] * len(found.pieces)
-    )
+    seconds = [0.0] * len(found.slices)
+    microbatches = microbatches_of(found, num_ranks=2, primitive=Primitive.ULYSSES, seconds=seconds)
     spans: dict[int, list[tuple[int, int]]] = {}
     for microbatch in microbatches:
         (group,) = microbatch.groups
@@ -83,8 +79,8 @@ def test_every_token_is_in_one_chunk(
     assert later == sorted(later, reverse=True), "behind those that fill the pipeline, most chunks first"
     for ours, theirs in zip(found.chunks, chunks_of(microbatches, by_id=by_id), strict=True):
         assert ours == pytest.approx(theirs)
-    for tokens, members, piece in zip(found.chunks.tokens, found.members, found.pieces, strict=True):
-        assert tokens <= recipe.max_tokens or len(members) == (piece is None) or (piece is not None and not members)
+    for tokens, members, piece in zip(found.chunks.tokens, found.members, found.slices, strict=True):
+        assert tokens <= buckets.max_tokens or len(members) == (piece is None) or (piece is not None and not members)
 
 
 @given(longest=st.integers(1, 100_000), count=st.integers(1, 40), work=works)
@@ -110,7 +106,7 @@ def test_tail_that_is_not_worth_a_slice_stays() -> None:
     work = ChunkWork(pair_s=0.0, token_s=1.0, context_s=0.0)
     batch = [SequenceSpec(id=at, num_tokens=size, num_targets=1) for at, size in enumerate((400, 205, 150))]
     _, _, found = made(batch, work=work, count=4, balanced=True, budget=1.0)
-    pieces = [(piece.position, piece.start, piece.stop) for piece in found.pieces if piece]
+    pieces = [(piece.sequence, piece.start, piece.stop) for piece in found.slices if piece]
     assert [each[1:] for each in pieces if each[0] == 1] == [(0, 100), (100, 205)]
     assert [each[1:] for each in pieces if each[0] == 2] == [(0, 100), (100, 150)]
 
@@ -133,7 +129,7 @@ def test_seconds_grow_before_buckets_do() -> None:
 def test_first_and_last_chunks_taper_off() -> None:
     work = ChunkWork(pair_s=0.0, token_s=1.0, context_s=0.0)
     batch = [SequenceSpec(id=at, num_tokens=2, num_targets=1) for at in range(1000)]
-    pool, recipe, found = made(
+    pool, _, found = made(
         [*batch, SequenceSpec(id=1000, num_tokens=200, num_targets=1)],
         work=work,
         count=1,
@@ -145,5 +141,4 @@ def test_first_and_last_chunks_taper_off() -> None:
     assert sizes[:3] == pytest.approx([50, 100, 150], rel=0.1)
     assert sizes[-3:] == pytest.approx([150, 100, 50], rel=0.1)
     assert sizes[3:-3] == pytest.approx([200] * (len(sizes) - 6), rel=0.1)
-    assert (recipe.first, recipe.last) == ((0.25, 0.5, 0.75), (0.75, 0.5, 0.25))
     assert pool.tokens.sum() == sizes.sum()

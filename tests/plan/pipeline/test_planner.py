@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.reproduce.chunks import chunks_of
 from rayfcp.config.models import PipelineOptions, PlanConfig
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.pipeline.schedule import order_of, peak_bytes, run
+from rayfcp.plan.pipeline.schedule import peak_bytes, replayed_s
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.plan.helpers import batch_of, batches
-from tests.plan.pipeline.helpers import staged_cost
+from tests.plan.pipeline.helpers import order_of, staged_cost
 from tests.plan.pipeline.runs import run_lengths
 
 GIB = 1 << 30
@@ -71,12 +72,12 @@ def replays(plan: BatchPlan, by_id: dict[int, SequenceSpec], *, cost: CostModel)
         held = chunk_bytes(chunks, **placed)
         layers = np.array(pipeline.recomputed_layers)
         assert (peak_bytes(order, held=held, recomputed=layers) <= held.budget).all()
-        yield run(
+        yield replayed_s(
             order,
             forward_s=times.forward_s,
             backward_s=times.recomputing(layers.astype(float)),
             transfer_s=times.transfer_s,
-        ).makespan_s
+        )
 
 
 @given(

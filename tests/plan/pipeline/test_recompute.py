@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cost.microbatches import StageBytes
-from rayfcp.plan.pipeline.recompute import Recompute, fits, infeasible, recomputed_layers
-from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes
+from rayfcp.plan.pipeline.planner import infeasible
+from rayfcp.plan.pipeline.schedule import Order, Recompute, one_forward_one_backward, peak_bytes, recomputed_layers
+from rayfcp.values.arrays import Ints
 from tests.examples import examples
 from tests.plan.pipeline.helpers import descending
 
@@ -38,6 +39,10 @@ def held_bytes(draw: st.DrawFn, *, runs: list[int], layers: list[int]) -> StageB
         layers=by_stage,
         budget=budget,
     )
+
+
+def fits(order: Order, *, held: StageBytes, layers: Ints) -> bool:
+    return bool((peak_bytes(order, held=held, recomputed=layers) <= held.budget).all())
 
 
 small_runs = descending.filter(lambda runs: sum(runs) <= 4)

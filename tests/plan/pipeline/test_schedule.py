@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.pipeline.schedule import one_forward_one_backward, order_of, pipeline_plan, run
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, pipeline_plan, replayed_s
 from rayfcp.values import Group, MicrobatchPlan, Slice
-from tests.plan.pipeline.helpers import descending, replay, runs_of_chunks
+from tests.plan.pipeline.helpers import descending, order_of, replay, runs_of_chunks
 from tests.plan.pipeline.runs import run_lengths
 
 stages = st.integers(1, 5)
@@ -30,9 +30,7 @@ def test_every_pass_once_and_slices_in_reverse(runs: list[int], num_stages: int,
         assert backward_of(stage) == wanted
         assert all(stage.index(chunk) < stage.index(-1 - chunk) for chunk in range(count))
     ones = np.ones((num_stages, count))
-    assert (
-        run(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(count)).makespan_s > 0
-    )  # no stage waits for ever
+    assert replayed_s(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(count)) > 0  # no stage waits for ever
 
 
 @given(
@@ -44,8 +42,8 @@ def test_equal_chunks_take_one_flush(
     order = one_forward_one_backward(runs, num_stages=num_stages, shrinking=shrinking)
     count = sum(runs)
     ones = np.ones((num_stages, count))
-    found = run(order, forward_s=forward * ones, backward_s=backward * ones, transfer_s=np.zeros(count))
-    assert found.makespan_s == pytest.approx((count + num_stages - 1) * (forward + backward))
+    found = replayed_s(order, forward_s=forward * ones, backward_s=backward * ones, transfer_s=np.zeros(count))
+    assert found == pytest.approx((count + num_stages - 1) * (forward + backward))
 
 
 @given(runs=descending, num_stages=stages)
@@ -63,20 +61,20 @@ def test_replay_agrees_with_relaxation(data: st.DataObject, runs: list[int], num
     seconds = st.lists(st.integers(0, 9), min_size=count, max_size=count)
     forward_s, backward_s = (data.draw(st.lists(seconds, min_size=num_stages, max_size=num_stages)) for _ in range(2))
     transfer_s = data.draw(seconds)
-    found = run(
+    found = replayed_s(
         order,
         forward_s=np.array(forward_s, float),
         backward_s=np.array(backward_s, float),
         transfer_s=np.array(transfer_s, float),
     )
-    assert found.makespan_s == pytest.approx(replay(order, forward_s, backward_s, transfer_s))
+    assert found == pytest.approx(replay(order, forward_s, backward_s, transfer_s))
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
     order = np.array([[0, -1, 1, -2], [0, 1, -2, -1]])
     ones = np.ones((2, 2))
     with pytest.raises(ValueError, match="wait for each other"):
-        run(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(2))
+        replayed_s(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(2))
 
 
 def test_runs_are_what_sequences_join() -> None:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.reproduce.chunks import chunks_of
 from rayfcp.cost.memory import layer_bytes
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
 from rayfcp.cost.stages import outer_parameters, split_by_cost, split_layers
 from rayfcp.plan import model_profile
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes

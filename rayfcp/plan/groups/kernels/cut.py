@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
-from rayfcp.cost.kernels.loops import argmax, first_at_least
+from rayfcp.cost.kernels.loops import argmax, descending, first_at_least
 from rayfcp.plan.groups.kernels.state import MOVES, SearchProblem, _sum_s
 from rayfcp.values.arrays import Floats, Ints
 
@@ -37,16 +37,15 @@ def _packed(problem: SearchProblem, members: Ints, degree: int, count: int, by_l
 @inner_with_arrays
 def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -> Packs:
     """First-fit decreasing, at about the least tokens a pack that suffice."""
-    tokens, most = problem.batch.tokens[members], problem.prices.max_tokens * degree
-    order = np.argsort(-tokens, kind="mergesort")
-    least = max(tokens.sum() / count, tokens[order[0]])
+    tokens, most = problem.batch.tokens[members], problem.prices.max_tokens * degree  # longest first
+    least = max(tokens.sum() / count, tokens[0])
     owners = np.full(len(members), -1)
-    if least > most or not _fits(tokens, order, most, owners, count):
+    if least > most or not _fits(tokens, most, owners, count):
         return Packs(owners[:0], np.zeros(count), np.zeros(count))
     trial = owners.copy()
     for _ in range(CAPACITIES):
         middle = (least + most) / 2.0
-        if _fits(tokens, order, middle, trial, count):
+        if _fits(tokens, middle, trial, count):
             most = middle
             for number in range(len(owners)):
                 owners[number] = trial[number]
@@ -61,16 +60,16 @@ def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -
 
 
 @inner_with_arrays
-def _fits(tokens: Floats, order: Ints, max_tokens: float, owners: Ints, count: int) -> bool:
-    """Each in this order goes to the first of so many packs with room for it; `owners` says to which."""
+def _fits(tokens: Floats, max_tokens: float, owners: Ints, count: int) -> bool:
+    """Assign each to the first of `count` packs that it fits in; False if one fits in none."""
     leaves = 1
     while leaves < count:
         leaves *= 2
-    left_tokens = np.zeros(2 * leaves)  # a tournament: rooms[1] is that of the pack with the most left
+    left_tokens = np.zeros(2 * leaves)  # binary tree of maxima over the packs' free tokens
     left_tokens[leaves : leaves + count] = max_tokens
     for node in range(leaves - 1, 0, -1):
         left_tokens[node] = max(left_tokens[2 * node], left_tokens[2 * node + 1])
-    for number in order:
+    for number in range(len(tokens)):
         if left_tokens[1] < tokens[number]:
             return False
         node = 1
@@ -95,7 +94,7 @@ def _by_work(problem: SearchProblem, members: Ints, degree: int, count: int) -> 
         winners[count + pack] = pack
     for node in range(count - 1, 0, -1):
         winners[node] = min(winners[2 * node], winners[2 * node + 1])
-    for number in np.argsort(-batch.work_s[members], kind="mergesort"):
+    for number in descending(batch.work_s[members]):
         at = members[number]
         best = winners[1] if count > 1 else 0
         if tokens[best] + batch.tokens[at] > max_tokens:
@@ -131,61 +130,46 @@ def _replay(winners: Ints, loads: Floats, pack: int) -> None:
         node //= 2
 
 
-class Cut(NamedTuple):
-    """At most `most` microbatches of at most `max_tokens` tokens; `spare_from_s`: see `cut_by_time`."""
-
-    most: int
-    max_tokens: float
-    spare_from_s: float
-
-
-class Bins(NamedTuple):
-    """Of `capacity` tokens each, or the least multiple that a sequence needs."""
-
-    capacity: float
-    max_bins: int
-
-
 @compiled
-def cut_by_time(problem: SearchProblem, order: Ints, how: Cut) -> Ints:
-    """Each sequence, in `order`, to the microbatch with the least time that has room.
+def cut_by_time(problem: SearchProblem, most: int, max_tokens: float, spare_from_s: float) -> Ints:
+    """Cut into at most `most` microbatches of `max_tokens` by longest processing time first; empty if they do not fit.
 
     A microbatch whose longest sequence takes more than `spare_from_s` even alone has ranks to spare: the
     excess is taken off its time, so that it fills up first; others may stay empty and are left out.
     """
     batch = problem.batch
-    part = np.full(len(order), -1)
-    tokens, times, excess = np.zeros(how.most), np.zeros(how.most), np.zeros(how.most)
-    for at in order:
+    part = np.full(len(batch.tokens), -1)
+    tokens, times, excess = np.zeros(most), np.zeros(most), np.zeros(most)
+    for at in descending(batch.work_s):
         best = -1
-        for each in range(how.most):
-            if tokens[each] + batch.tokens[at] <= how.max_tokens and (best < 0 or times[each] < times[best]):
+        for each in range(most):
+            if tokens[each] + batch.tokens[at] <= max_tokens and (best < 0 or times[each] < times[best]):
                 best = each
         if best < 0:
             return np.zeros(0, np.int64)
         part[at] = best
         tokens[best] += batch.tokens[at]
-        more_s = max(excess[best], batch.alone_s[at] - problem.prices.fixed_s - how.spare_from_s)
+        more_s = max(excess[best], batch.alone_s[at] - problem.prices.fixed_s - spare_from_s)
         times[best] += batch.work_s[at] / problem.prices.capacity + excess[best] - more_s
         excess[best] = more_s
     return _renumbered(part)
 
 
 @compiled
-def cut_by_length(problem: SearchProblem, how: Cut) -> Ints:
-    """Runs of sequences of like length, the longest run as short in tokens as may be; where memory binds, these waste
-    none of it."""
+def cut_by_length(problem: SearchProblem, most: int, max_tokens: float) -> Ints:
+    """Cut into at most `most` runs of sequences of like length, the largest of as few tokens as possible; empty if one
+    exceeds `max_tokens`. Where memory binds, these waste none of it."""
     tokens = problem.batch.tokens
-    low, high = max(tokens[0], tokens.sum() / how.most), how.max_tokens
-    if len(_runs(tokens, how.most, high)) == 0:
+    low, high = max(tokens[0], tokens.sum() / most), max_tokens
+    if len(_runs(tokens, most, high)) == 0:
         return np.zeros(0, np.int64)
     while high - low > 1.0:
         middle = (low + high) / 2
-        if len(_runs(tokens, how.most, middle)) == 0:
+        if len(_runs(tokens, most, middle)) == 0:
             low = middle
         else:
             high = middle
-    return _runs(tokens, how.most, high)
+    return _runs(tokens, most, high)
 
 
 @inner_with_arrays
@@ -204,14 +188,8 @@ def _runs(tokens: Floats, most: int, max_tokens: float) -> Ints:
 
 
 @compiled
-def bins_by_tokens(problem: SearchProblem, max_tokens: float) -> Ints:
-    """Best-fit decreasing by tokens, into as many microbatches as that takes: it always fits."""
-    return best_fit(problem.batch.tokens, Bins(max_tokens, len(problem.batch.tokens)))
-
-
-@compiled
-def best_fit(lengths: Floats, bins: Bins) -> Ints:
-    """`rayfcp.plan.assembly.best_fit_decreasing`; nothing if too many bins would open."""
+def best_fit(lengths: Floats, capacity: float, max_bins: int) -> Ints:
+    """`rayfcp.plan.assembly.best_fit_decreasing`; empty if more than `max_bins` would open."""
     owners = np.zeros(len(lengths), np.int64)
     left_tokens, names = np.zeros(len(lengths)), np.zeros(len(lengths), np.int64)  # of open bins, by (room, name)
     count = 0
@@ -220,9 +198,9 @@ def best_fit(lengths: Floats, bins: Bins) -> Ints:
         if best < count:
             name, max_tokens = names[best], left_tokens[best] - lengths[at]
         else:
-            if count == bins.max_bins:
+            if count == max_bins:
                 return np.zeros(0, np.int64)
-            name, max_tokens = count, math.ceil(lengths[at] / bins.capacity) * bins.capacity - lengths[at]
+            name, max_tokens = count, math.ceil(lengths[at] / capacity) * capacity - lengths[at]
             count += 1
         owners[at] = name
         while best > 0 and (
@@ -236,16 +214,22 @@ def best_fit(lengths: Floats, bins: Bins) -> Ints:
 
 @compiled
 def floor_s(problem: SearchProblem, part: Ints) -> float:
-    """No plan of this cut takes less."""
+    """Lower bound on the seconds of any plan of the cut `part`."""
+    return _sum_s(problem, _floors(problem, part))
+
+
+@inner_with_arrays
+def _floors(problem: SearchProblem, part: Ints) -> Floats:
+    """Lower bounds on the makespan of each microbatch of a cut: by the work of all ranks, and by every sequence."""
     batch, prices = problem.batch, problem.prices
-    spans = np.zeros(part[argmax(part)] + 1)
-    alone = np.zeros(len(spans))
+    floors = np.zeros(part[argmax(part)] + 1)
+    alone = np.zeros(len(floors))
     for at in range(len(part)):
-        spans[part[at]] += batch.work_s[at] / prices.capacity
+        floors[part[at]] += batch.work_s[at]
         alone[part[at]] = max(alone[part[at]], batch.alone_s[at])
-    for each in range(len(spans)):
-        spans[each] = max(spans[each] + prices.fixed_s, alone[each])
-    return _sum_s(problem, spans)
+    for each in range(len(floors)):
+        floors[each] = max(floors[each] / prices.capacity + prices.fixed_s, alone[each])
+    return floors
 
 
 @inner_with_arrays

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import inner, inner_with_arrays
+from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.cut import _packed
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
@@ -13,7 +14,8 @@ from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     SearchProblem,
-    _forget,
+    _clear,
+    _close_from,
     _join,
     _open,
     _open_pinned,
@@ -56,9 +58,9 @@ def even(problem: SearchProblem, fewest: int, most: int) -> float:
                 way = Way(degree, count, by_length == 1)
                 if _spread(problem, way):
                     tried += 1 - by_length
-                    seconds = _settle(problem)
+                    seconds = _allocate_all(problem)
                     best, least_s = (way, seconds) if seconds < least_s else (best, least_s)
-    return _settle(problem) if best.degree and _spread(problem, best) else math.inf
+    return _allocate_all(problem) if best.degree and _spread(problem, best) else math.inf
 
 
 @inner_with_arrays
@@ -71,7 +73,7 @@ def _best_even(problem: SearchProblem, members: Ints, microbatch: int) -> tuple[
             seconds = _even_part(problem, members, microbatch, degree)
             if seconds < least_s:
                 best, least_s = degree, seconds
-            _forget(problem, first, microbatch)
+            _close_from(problem, first, microbatch)
     return best, least_s
 
 
@@ -133,10 +135,9 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
         if packs.tokens[each] > 0.0:
             seconds[each] = _price(prices, packs.pairs[each], packs.tokens[each], way.degree, 0, 0.0)
     homes = np.empty(len(seconds), np.int64)
-    for number, pack in enumerate(np.argsort(-seconds, kind="mergesort")):
+    for number, pack in enumerate(descending(seconds)):
         homes[pack] = number // beside
-    state.owner[:] = -1
-    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, way.microbatches
+    _clear(problem, way.microbatches)
     for microbatch in range(way.microbatches):
         state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
         _open_pinned(problem, microbatch)
@@ -150,7 +151,7 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
 
 
 @inner_with_arrays
-def _settle(problem: SearchProblem) -> float:
+def _allocate_all(problem: SearchProblem) -> float:
     """Give ranks to the slowest in each microbatch; returns the seconds of the batch."""
     spans = np.zeros(problem.state.counts[MICROBATCHES])
     for microbatch in range(len(spans)):

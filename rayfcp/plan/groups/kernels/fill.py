@@ -1,6 +1,6 @@
-"""Greedy walks over sequences from long to short, each to where it costs the fewest ranks within a target makespan.
+"""Greedy construction from sequences, longest first, each to where it costs the fewest ranks within a target makespan.
 
-`_walk` fills one microbatch, `fill_in_turn` the whole batch, one microbatch after the other: each starts from the
+`_fill` constructs one microbatch, `fill_in_turn` the whole batch, one microbatch after the other: each starts from the
 longest sequence left and takes what else fits in its time.
 """
 
@@ -11,16 +11,17 @@ import numpy as np
 
 from rayfcp.cost.compiled import inlined, inner, inner_with_arrays
 from rayfcp.plan.groups.kernels.price import PINNED, SLACK, _best_degree, _least_degree, _pace_of, _price
-from rayfcp.plan.groups.kernels.ranks import _allocate, _lay
+from rayfcp.plan.groups.kernels.ranks import _allocate, _place_groups
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
     SearchProblem,
     _beside_s,
+    _clear,
+    _close,
+    _close_from,
     _compact,
-    _empty,
-    _forget,
     _join,
     _open,
     _open_pinned,
@@ -124,7 +125,7 @@ FULL = 0.97  # of the target: no fuller group is looked for
 
 @inner
 def _level(problem: SearchProblem, at: int, microbatch: int, first: int, target_s: float) -> bool:
-    """Into the emptiest group, if it fits there."""
+    """Into the emptiest group, if it fits tfill."""
     state, batch, prices = problem.state, problem.batch, problem.prices
     emptiest, least = -1, math.inf
     for group in range(first, state.counts[GROUPS]):
@@ -145,30 +146,26 @@ def _level(problem: SearchProblem, at: int, microbatch: int, first: int, target_
 
 
 @inlined
-def _place(problem: SearchProblem, at: int, microbatch: int, first: int, least: int, target_s: float) -> bool:
-    """Join the fullest group that needs no rank more, else grow or open one: the fewest ranks more."""
+def _insert(problem: SearchProblem, at: int, microbatch: int, least: int, target_s: float) -> bool:
+    """Best fit of any sequence: into the fullest group of the microbatch that needs no rank more, else one grows or
+    opens for the fewest ranks more; False if none can."""
     state, batch, prices = problem.state, problem.batch, problem.prices
     fullest, longest_s = -1, -1.0
-    span_s = target_s - prices.fixed_s
-    for group in range(first, state.counts[GROUPS]):
-        degree, tokens = state.degree[group], state.tokens[group] + batch.tokens[at]
-        if state.home[group] != microbatch or tokens > degree * prices.max_tokens:
+    for group in range(state.counts[GROUPS]):
+        tokens, pairs = state.tokens[group] + batch.tokens[at], state.pairs[group] + batch.pairs[at]
+        work_s = prices.per_pair * pairs + prices.per_token * tokens
+        if state.home[group] != microbatch or work_s > (target_s - prices.fixed_s) * state.degree[group]:
             continue
-        pairs = state.pairs[group] + batch.pairs[at]
-        if prices.per_pair * pairs + prices.per_token * tokens > span_s * degree:
-            continue
-        seconds = _price(prices, pairs, tokens, degree, _span_kind(problem, group), state.pace[microbatch])
-        if seconds <= target_s and seconds > longest_s:
+        seconds = _with(problem, group, batch.tokens[at], batch.pairs[at], target_s)
+        if longest_s < seconds <= target_s:
             fullest, longest_s = group, seconds
             if longest_s > FULL * target_s:
                 break
-    state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 4
+    state.counts[MOVES] += 1 + state.counts[GROUPS] // 4
     if fullest >= 0:
         _join(problem, at, fullest, state.degree[fullest])
         return True
-    if state.spare[microbatch] == 0:
-        return False
-    return _grow(problem, at, microbatch, first, least, target_s, 0)
+    return _grow(problem, at, microbatch, 0, least, target_s, 0)
 
 
 @inlined
@@ -220,90 +217,75 @@ class Queue(NamedTuple):
     fits: Ints
 
 
-class Walk(NamedTuple):
-    """How to fill a microbatch. A sequence that finds no place within the target is left over if `limit_s` is 0, else
-    it goes where it takes the least time below `limit_s`, or ends the walk. Once sequences of at most `pool` ranks are
-    reached, all spare ranks become groups of `pool` ranks, levelled by the others; with 0 groups open as they are
-    needed. `node`: ranks of new groups are rounded up to powers of two up to that (`_rounded`)."""
+class Fill(NamedTuple):
+    """How to fill a microbatch, whose groups start at `first`. A sequence that finds no place within `target_s` is left
+    over if `limit_s` is 0, else it goes where it takes the least time below `limit_s`, or ends the construction. Once
+    sequences of at most `pool` ranks are reached, all spare ranks become groups of `pool` ranks, of which each sequence
+    joins the emptiest; with 0 groups open as they are needed. `node`: degrees of new groups are rounded up to powers of
+    two up to that (`_rounded`)."""
 
+    microbatch: int
+    first: int
     target_s: float
     limit_s: float
     pool: int
     node: int
 
 
-class Here(NamedTuple):
-    """A microbatch, its first group, its target with a little slack, and `Walk.node`."""
-
-    microbatch: int
-    first: int
-    target_s: float
-    node: int
-
-
 @inner
-def _walk(problem: SearchProblem, queue: Queue, microbatch: int, walk: Walk) -> bool:
-    """Place the sequences of the queue in new groups of the microbatch, from long to short; False if one that may not
-    be left over has no place. Once no rank is spare, the next that fits is looked for by halves: groups only get
-    fuller."""
-    state = problem.state
-    here, size = Here(microbatch, state.counts[GROUPS], walk.target_s * (1.0 + SLACK), walk.node), len(queue.left)
-    _begin(problem, queue, here)
-    pooled, number, placed = walk.pool == 0, 0, True
+def _fill(problem: SearchProblem, queue: Queue, fill: Fill) -> bool:
+    """Construct groups of a microbatch from the sequences of the queue, longest first; False if one that may not be
+    left over has no place.
+
+    Groups only get fuller: once no rank is spare, the next sequence that fits is found by binary search.
+    """
+    state, microbatch, size = problem.state, fill.microbatch, len(queue.left)
+    state.spare[microbatch] = problem.prices.num_ranks
+    _open_pinned(problem, microbatch)
+    queue.fits[fill.first : state.counts[GROUPS]] = 0
+    pooled, number, placed = fill.pool == 0, 0, True
     while number < size and placed:
-        if walk.limit_s == 0.0 and state.spare[microbatch] == 0:
-            number = _next_of_any(problem, queue, number, here.first)
+        if fill.limit_s == 0.0 and state.spare[microbatch] == 0:
+            number = _next_of_any(problem, queue, number, fill.first)
             if number == size:
                 break
         at, least = queue.left[number], 0
         if state.spare[microbatch] > 0 or not pooled:
-            least = _fewest(problem, at, here, walk.limit_s > 0.0)
-            if not pooled and 0 < least <= walk.pool:
+            least = _fewest(problem, at, fill)
+            if not pooled and 0 < least <= fill.pool:
                 pooled = True
-                for _ in range(min(state.spare[microbatch] // walk.pool, size - number)):
-                    queue.fits[_open(problem, microbatch, walk.pool)] = 0
-        if not (pooled and walk.pool > 0 and _level(problem, at, microbatch, here.first, here.target_s)):
-            placed = _settle(problem, queue, number, here, least) or _past(problem, queue, number, here, walk.limit_s)
+                for _ in range(min(state.spare[microbatch] // fill.pool, size - number)):
+                    queue.fits[_open(problem, microbatch, fill.pool)] = 0
+        levelled = pooled and fill.pool > 0 and _level(problem, at, microbatch, fill.first, fill.target_s)
+        if not levelled and not _insert_next(problem, queue, number, fill, least) and fill.limit_s > 0.0:
+            placed = _force(problem, at, microbatch, fill.first, fill.limit_s)
+            if placed:  # its group may have more ranks now
+                queue.fits[state.owner[at]] = 0
         number += 1
-    for group in range(here.first, state.counts[GROUPS]):
+    _close_unused(problem, fill.first)
+    return placed
+
+
+@inner
+def _close_unused(problem: SearchProblem, first: int) -> None:
+    """Close groups without sequences, from `first` on."""
+    state = problem.state
+    for group in range(first, state.counts[GROUPS]):
         if state.home[group] >= 0 and state.tokens[group] == 0.0:
-            _empty(problem, group)
-    return placed
+            _close(problem, group)
 
 
 @inner
-def _past(problem: SearchProblem, queue: Queue, number: int, here: Here, limit_s: float) -> bool:
-    """Past the target if it must be placed (`Walk.limit_s`); its group may have more ranks then."""
-    if limit_s == 0.0:
-        return True
-    at = queue.left[number]
-    placed = _force(problem, at, here.microbatch, here.first, limit_s)
-    if placed:
-        queue.fits[problem.state.owner[at]] = 0
-    return placed
-
-
-@inner
-def _fewest(problem: SearchProblem, at: int, here: Here, must: bool) -> int:
+def _fewest(problem: SearchProblem, at: int, fill: Fill) -> int:
     """Ranks that a sequence needs within the target, rounded where that is as quick; if none are enough 0, or where it
     must be placed those that take the least time."""
-    batch, prices, pace = problem.batch, problem.prices, problem.state.pace[here.microbatch]
+    batch, prices, pace = problem.batch, problem.prices, problem.state.pace[fill.microbatch]
     tokens, pairs = batch.tokens[at], batch.pairs[at]
-    least = _least_degree(prices, pairs, tokens, here.target_s, pace)
-    if least == 0 and must:
+    least = _least_degree(prices, pairs, tokens, fill.target_s, pace)
+    if least == 0 and fill.limit_s > 0.0:
         return _best_degree(prices, pairs, tokens, pace)
-    rounded = _rounded(least, here.node)
-    return rounded if _price(prices, pairs, tokens, rounded, 0, pace) <= here.target_s else least
-
-
-@inner
-def _begin(problem: SearchProblem, queue: Queue, here: Here) -> None:
-    """All ranks are spare, pinned groups are open."""
-    state = problem.state
-    state.spare[here.microbatch] = problem.prices.num_ranks
-    _open_pinned(problem, here.microbatch)
-    for group in range(here.first, state.counts[GROUPS]):
-        queue.fits[group] = 0
+    rounded = _rounded(least, fill.node)
+    return rounded if _price(prices, pairs, tokens, rounded, 0, pace) <= fill.target_s else least
 
 
 @inner
@@ -316,26 +298,26 @@ def _next_of_any(problem: SearchProblem, queue: Queue, number: int, first: int) 
 
 
 @inner
-def _settle(problem: SearchProblem, queue: Queue, number: int, here: Here, least: int) -> bool:
-    """Into the fullest group that needs no rank more, else one grows or opens for the fewest ranks more; False if none
-    can."""
+def _insert_next(problem: SearchProblem, queue: Queue, number: int, fill: Fill, least: int) -> bool:
+    """Best fit of a sequence of the queue: into the fullest group that needs no rank more, else one grows or opens for
+    the fewest ranks more; False if none can."""
     state, batch, at = problem.state, problem.batch, queue.left[number]
     fullest, longest_s = -1, -1.0
-    state.counts[MOVES] += 1 + (state.counts[GROUPS] - here.first) // 4
-    for group in range(here.first, state.counts[GROUPS]):
+    state.counts[MOVES] += 1 + (state.counts[GROUPS] - fill.first) // 4
+    for group in range(fill.first, state.counts[GROUPS]):
         if queue.fits[group] > number:
             continue
-        seconds = _with(problem, group, batch.tokens[at], batch.pairs[at], here.target_s)
-        if seconds > here.target_s:
-            queue.fits[group] = _next(problem, queue, number, group, here.target_s)
+        seconds = _with(problem, group, batch.tokens[at], batch.pairs[at], fill.target_s)
+        if seconds > fill.target_s:
+            queue.fits[group] = _next(problem, queue, number, group, fill.target_s)
         elif seconds > longest_s:
             fullest, longest_s = group, seconds
-            if longest_s > FULL * here.target_s:
+            if longest_s > FULL * fill.target_s:
                 break
     if fullest >= 0:
         _join(problem, at, fullest, state.degree[fullest])
         return True
-    if least > 0 and _grow(problem, at, here.microbatch, here.first, least, here.target_s, here.node):
+    if least > 0 and _grow(problem, at, fill.microbatch, fill.first, least, fill.target_s, fill.node):
         queue.fits[state.owner[at]] = 0
         return True
     return False
@@ -393,11 +375,10 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
     """Groups for the whole batch, priced where they lie; returns its seconds.
 
     Each microbatch takes, of several ways to fill it, the one that gets most done a second. Ranks are rounded up to
-    powers of two up to `node` (`Walk.node`), where that is better.
+    powers of two up to `node` (`Fill.node`), where that is better.
     """
     state = problem.state
-    state.owner[:] = -1
-    state.counts[GROUPS] = state.counts[MICROBATCHES] = 0
+    _clear(problem, 0)
     while True:
         left = np.flatnonzero(state.owner < 0)
         if len(left) == 0:
@@ -406,33 +387,35 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
         state.counts[MICROBATCHES] = microbatch + 1
         queue = _queue(problem, left)
         pace = _pace_of(problem.prices, problem.batch.pairs[left[0]], problem.batch.tokens[left[0]])
-        walk = _best(problem, queue, microbatch, pace, node)
+        fill = _best_fill(problem, queue, microbatch, pace, node)
         state.pace[microbatch] = pace
-        _walk(problem, queue, microbatch, walk)
+        _fill(problem, queue, fill)
         _allocate(problem, microbatch, first)
-        _lay(problem, microbatch)
+        _place_groups(problem, microbatch)
         _compact(problem)
 
 
 @inner_with_arrays
-def _best(problem: SearchProblem, queue: Queue, microbatch: int, pace: float, node: int) -> Walk:
+def _best_fill(problem: SearchProblem, queue: Queue, microbatch: int, pace: float, node: int) -> Fill:
     """The best target, then the best pool, then whether to round."""
-    targets = _targets(problem, queue.left, pace)
-    best, most = Walk(targets[0], 0.0, 0, 0), -1.0
+    targets, first = _targets(problem, queue.left, pace), problem.state.counts[GROUPS]
+    best, most = Fill(microbatch, first, targets[0] * (1.0 + SLACK), 0.0, 0, 0), -1.0
     for number in range(0, len(targets), 2 if len(queue.left) > MANY else 1):
         if number > 0 and abs(targets[number] - targets[number - 1]) <= SAME * targets[number]:
             continue
-        rate = _rate(problem, queue, microbatch, Walk(targets[number], 0.0, 0, 0), pace)
+        fill = Fill(microbatch, first, targets[number] * (1.0 + SLACK), 0.0, 0, 0)
+        rate = _rate(problem, queue, fill, pace)
         if rate > most:
-            best, most = Walk(targets[number], 0.0, 0, 0), rate
+            best, most = fill, rate
     target_s = best.target_s
     for ranks in POOLS:
         if ranks <= problem.prices.num_ranks:
-            rate = _rate(problem, queue, microbatch, Walk(target_s, 0.0, ranks, 0), pace)
+            fill = Fill(microbatch, first, target_s, 0.0, ranks, 0)
+            rate = _rate(problem, queue, fill, pace)
             if rate > most:
-                best, most = Walk(target_s, 0.0, ranks, 0), rate
-    rounded = Walk(target_s, 0.0, best.pool, node)
-    return rounded if _rate(problem, queue, microbatch, rounded, pace) > most else best
+                best, most = fill, rate
+    rounded = Fill(microbatch, first, target_s, 0.0, best.pool, node)
+    return rounded if _rate(problem, queue, rounded, pace) > most else best
 
 
 @inner_with_arrays
@@ -444,20 +427,20 @@ def _queue(problem: SearchProblem, left: Ints) -> Queue:
 
 
 @inner
-def _rate(problem: SearchProblem, queue: Queue, microbatch: int, walk: Walk, pace: float) -> float:
-    """What a second gets done: work, and tokens, of which a microbatch has room for so many."""
-    state, batch, prices = problem.state, problem.batch, problem.prices
-    first = state.counts[GROUPS]
+def _rate(problem: SearchProblem, queue: Queue, fill: Fill, pace: float) -> float:
+    """Throughput of a microbatch: work a second, with tokens counted as their share of a full microbatch's fixed time.
+    The plan stays as it was."""
+    state, batch, prices, microbatch, first = problem.state, problem.batch, problem.prices, fill.microbatch, fill.first
     state.pace[microbatch] = pace
-    _walk(problem, queue, microbatch, walk)
+    _fill(problem, queue, fill)
     per_token = (prices.fixed_s + problem.extra_s) * prices.capacity / prices.holds
     done_s = span_s = 0.0
     for at in queue.left:
         if state.owner[at] >= 0:
             done_s += batch.work_s[at] + per_token * batch.tokens[at]
     if first < state.counts[GROUPS]:
-        span_s = _lay(problem, microbatch)
-    _forget(problem, first, microbatch)
+        span_s = _place_groups(problem, microbatch)
+    _close_from(problem, first, microbatch)
     return done_s / (_beside_s(problem, span_s, problem.traffic_s) + problem.extra_s) if span_s > 0.0 else 0.0
 
 

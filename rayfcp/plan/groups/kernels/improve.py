@@ -16,9 +16,9 @@ from rayfcp.plan.groups.kernels.state import (
     Links,
     SearchProblem,
     _beside_s,
+    _move,
     _open,
-    _settle,
-    _shift,
+    _reprice_or_close,
     links_of,
     total_s,
 )
@@ -266,9 +266,9 @@ def _split(problem: SearchProblem, links: Links, group: int) -> bool:
     other = _open(problem, home, best.ranks)
     for number in range(size):
         if first[number]:
-            _shift(problem, links, members[number], other)
-    _settle(problem, links, group)
-    _settle(problem, links, other)
+            _move(problem, links, members[number], other)
+    _reprice_or_close(problem, links, group)
+    _reprice_or_close(problem, links, other)
     return True
 
 
@@ -321,19 +321,25 @@ def improve(problem: SearchProblem, max_moves: int) -> float:
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(len(spans)):
         spans[microbatch] = _allocate(problem, microbatch, 0)
-    stuck = np.zeros(len(spans), np.bool_)
-    while state.counts[MOVES] < max_moves:
+    _descend(problem, links, spans, np.zeros(len(spans), np.bool_), max_moves, True)
+    return total_s(problem)
+
+
+@inner
+def _descend(problem: SearchProblem, links: Links, spans: Floats, stuck: Marks, max_moves: int, retries: bool) -> None:
+    """Improve the slowest microbatch that is not stuck until all are stuck or so many moves are made; with `retries`,
+    every improvement gives stuck ones another try."""
+    while problem.state.counts[MOVES] < max_moves:
         slowest = -1
         for microbatch in range(len(spans)):
             if not stuck[microbatch] and (slowest < 0 or spans[microbatch] > spans[slowest]):
                 slowest = microbatch
         if slowest < 0:
-            break
-        if _step(problem, links, spans, slowest):
-            stuck[:] = False
-        else:
+            return
+        if not _step(problem, links, spans, slowest):
             stuck[slowest] = True
-    return total_s(problem)
+        elif retries:
+            stuck[:] = False
 
 
 @inner_with_arrays
@@ -364,12 +370,12 @@ def _apply(problem: SearchProblem, links: Links, source: int, change: Change) ->
     target = change.target
     if change.at < 0:
         while links.head[source] >= 0:
-            _shift(problem, links, links.head[source], target)
+            _move(problem, links, links.head[source], target)
     else:
-        _shift(problem, links, change.at, target)
+        _move(problem, links, change.at, target)
         if change.other >= 0:
-            _shift(problem, links, change.other, source)
-    _settle(problem, links, source)
+            _move(problem, links, change.other, source)
+    _reprice_or_close(problem, links, source)
     state.spare[state.home[target]] -= change.degree - state.degree[target]
     state.degree[target] = change.degree
-    _settle(problem, links, target)
+    _reprice_or_close(problem, links, target)

@@ -4,19 +4,18 @@ import math
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
-from rayfcp.cost.kernels.loops import argmax
-from rayfcp.plan.groups.kernels.cut import Bins, best_fit
+from rayfcp.cost.compiled import compiled, inner_with_arrays
+from rayfcp.plan.groups.kernels.cut import _floors, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
-from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
+from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import split_rings
-from rayfcp.plan.groups.kernels.price import _pace_of, _price
+from rayfcp.plan.groups.kernels.price import SLACK, _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
-    MICROBATCHES,
     SearchProblem,
-    _forget,
+    _clear,
+    _close_from,
     _join,
     _open,
     _open_pinned,
@@ -50,42 +49,36 @@ LIMIT = 1.1  # of the makespan to beat: a group that takes so long ends the walk
 
 
 @inner_with_arrays
-def pack(problem: SearchProblem, part: Ints) -> float:
-    """Groups for the cut `part[sequence]`; returns the seconds of the batch."""
-    state = problem.state
-    state.owner[:] = -1
-    state.counts[GROUPS] = 0
-    state.counts[MICROBATCHES] = part[argmax(part)] + 1
-    spans = np.zeros(state.counts[MICROBATCHES])
-    for microbatch in range(state.counts[MICROBATCHES]):
+def pack(problem: SearchProblem, part: Ints, factors: Floats) -> float:
+    """Construct groups for the cut `part[sequence]`; returns the seconds of the batch.
+
+    With `factors`, by the paper's two stages: each microbatch has the best of these capacities of bins, in multiples of
+    its mean tokens per rank, cut at the memory bound. Without, by walks or with groups of one degree.
+    """
+    state, floors = problem.state, _floors(problem, part)
+    spans = np.zeros(len(floors))
+    _clear(problem, len(spans))
+    for microbatch in range(len(spans)):
         members, first = np.flatnonzero(part == microbatch), state.counts[GROUPS]
+        if len(factors) > 0:
+            spans[microbatch] = _stage_one(problem, members, microbatch, factors, floors[microbatch])
+            continue
         degree, even_s = _best_even(problem, members, microbatch)
-        spans[microbatch] = _pack_one(problem, members, microbatch)
+        spans[microbatch] = _pack_one(problem, members, microbatch, floors[microbatch])
         if even_s < spans[microbatch]:
-            _forget(problem, first, microbatch)
+            _close_from(problem, first, microbatch)
             spans[microbatch] = _even_part(problem, members, microbatch, degree)
-    if _sum_s(problem, spans) < np.inf:
+    if len(factors) == 0 and _sum_s(problem, spans) < np.inf:
         split_rings(problem, spans)
     return _sum_s(problem, spans)
 
 
-@inner
-def _floor_s(problem: SearchProblem, members: Ints) -> float:
-    """No plan of these sequences in one microbatch takes less."""
-    batch, prices = problem.batch, problem.prices
-    work_s = alone_s = 0.0
-    for at in members:
-        work_s += batch.work_s[at]
-        alone_s = max(alone_s, batch.alone_s[at])
-    return max(work_s / prices.capacity + prices.fixed_s, alone_s)
-
-
 @inner_with_arrays
-def _pack_one(problem: SearchProblem, members: Ints, microbatch: int) -> float:
+def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: float) -> float:
     """The best of a few walks, or one ring over all ranks, which fits whenever the microbatch does; infinite where that
     needs pinned groups and no walk found how."""
     first, prices = problem.state.counts[GROUPS], problem.prices
-    floor_s = max(_floor_s(problem, members), problem.traffic_s)
+    floor_s = max(floor_s, problem.traffic_s)
     tokens = problem.batch.tokens[members].sum()
     tight = tokens > 0.8 * prices.holds
     pools = (8, 0, 1) if tight else (1, 0, 0)
@@ -100,12 +93,12 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     for walk in range(3):
         if least_s <= FIRST_ENOUGH * floor_s:
             break
-        _forget(problem, first, microbatch)
+        _close_from(problem, first, microbatch)
         problem.state.pace[microbatch] = pace
         limit_s = LIMIT * least_s
         last = walk
-        how = Walk(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks), 0)
-        if _walk(problem, queue, microbatch, how):
+        target_s, pool = factors[walk] * floor_s * (1.0 + SLACK), min(pools[walk], prices.num_ranks)
+        if _fill(problem, queue, Fill(microbatch, first, target_s, limit_s, pool, 0)):
             span_s = _allocate(problem, microbatch, first)
             if span_s < least_s:
                 best, least_s = walk, span_s
@@ -113,11 +106,12 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int) -> float:
             last = -1
     if best >= 0 and best == last:
         return least_s
-    _forget(problem, first, microbatch)
+    _close_from(problem, first, microbatch)
     if best < 0:
         return _one_ring(problem, members, microbatch)
     problem.state.pace[microbatch] = pace
-    _walk(problem, queue, microbatch, Walk(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks), 0))
+    target_s, pool = factors[best] * floor_s * (1.0 + SLACK), min(pools[best], prices.num_ranks)
+    _fill(problem, queue, Fill(microbatch, first, target_s, math.inf, pool, 0))
     return _allocate(problem, microbatch, first)
 
 
@@ -139,42 +133,28 @@ GOOD_ENOUGH = 1.002  # of a microbatch's own lower bound: no further capacity is
 
 
 @inner_with_arrays
-def stage(problem: SearchProblem, part: Ints, factors: Floats) -> float:
-    """Groups for the cut, each microbatch with the best of several capacities of bins, in multiples of its mean
-    tokens per rank, cut at the memory bound; returns the seconds of the batch."""
-    state = problem.state
-    state.owner[:] = -1
-    state.counts[GROUPS] = 0
-    state.counts[MICROBATCHES] = part[argmax(part)] + 1
-    spans = np.zeros(state.counts[MICROBATCHES])
-    for microbatch in range(len(spans)):
-        spans[microbatch] = _stage_one(problem, np.flatnonzero(part == microbatch), microbatch, factors)
-    return _sum_s(problem, spans)
-
-
-@inner_with_arrays
-def _stage_one(problem: SearchProblem, members: Ints, microbatch: int, factors: Floats) -> float:
+def _stage_one(problem: SearchProblem, members: Ints, microbatch: int, factors: Floats, floor_s: float) -> float:
     """One ring over all ranks comes last: it fits whenever the microbatch does, and moves the most."""
     first, prices = problem.state.counts[GROUPS], problem.prices
     mean = problem.batch.tokens[members].sum() / prices.num_ranks
-    enough_s = GOOD_ENOUGH * _floor_s(problem, members)
+    enough_s = GOOD_ENOUGH * floor_s
     best, least_s, last = 0.0, math.inf, 0.0
     for factor in factors:
-        capacity = math.floor(min(mean * factor + 1, prices.max_tokens))
+        capacity = float(math.floor(min(mean * factor + 1, prices.max_tokens)))
         if capacity == last:
             continue
         last = capacity
         span_s = _bins(problem, members, microbatch, capacity)
         if span_s < least_s:
             best, least_s = capacity, span_s
-        _forget(problem, first, microbatch)
+        _close_from(problem, first, microbatch)
         if least_s <= enough_s:
             break
     if least_s > enough_s:
         ring_s = _one_ring(problem, members, microbatch)
         if ring_s <= least_s:
             return ring_s
-        _forget(problem, first, microbatch)
+        _close_from(problem, first, microbatch)
     return _bins(problem, members, microbatch, best)
 
 
@@ -184,7 +164,7 @@ def _bins(problem: SearchProblem, members: Ints, microbatch: int, capacity: floa
     state, prices = problem.state, problem.prices
     first = state.counts[GROUPS]
     state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0  # the paper's T(g, d)
-    owners = best_fit(problem.batch.tokens[members], Bins(capacity, prices.num_ranks))
+    owners = best_fit(problem.batch.tokens[members], capacity, prices.num_ranks)
     if len(owners) == 0:
         return math.inf
     for number in range(len(owners)):

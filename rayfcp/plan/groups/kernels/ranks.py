@@ -107,18 +107,18 @@ def _fastest(prices: Prices, load: Load, pace: float) -> int:
 def place(problem: SearchProblem) -> float:
     """Mark the groups that span nodes, and price them so; returns the seconds of the batch."""
     spans = np.zeros(problem.state.counts[MICROBATCHES])
-    _lay_all(problem, spans)
+    _place_all_groups(problem, spans)
     return _sum_s(problem, spans)
 
 
 @inner_with_arrays
-def _lay_all(problem: SearchProblem, spans: Floats) -> None:
+def _place_all_groups(problem: SearchProblem, spans: Floats) -> None:
     for microbatch in range(problem.state.counts[MICROBATCHES]):
-        spans[microbatch] = _lay(problem, microbatch)
+        spans[microbatch] = _place_groups(problem, microbatch)
 
 
 @inner_with_arrays
-def _lay(problem: SearchProblem, microbatch: int) -> float:
+def _place_groups(problem: SearchProblem, microbatch: int) -> float:
     """Mark the groups of a microbatch that span nodes; returns its makespan with them priced so.
 
     The larger and slower go first, each into the node with the least room that holds it, else over the emptiest ones;
@@ -141,7 +141,7 @@ def _lay(problem: SearchProblem, microbatch: int) -> float:
     for turn in range(2):
         for group in groups[:count]:
             if (state.degree[group] > largest) == (turn == 1):
-                _place_one(problem, group, left)
+                _place_group(problem, group, left)
     state.counts[MOVES] += 1 + count * len(left) // 4
     return _keep_pace(problem, microbatch, 0)
 
@@ -162,7 +162,7 @@ def _sort(problem: SearchProblem, groups: Ints) -> None:
 
 
 @inner
-def _place_one(problem: SearchProblem, group: int, left: Ints) -> None:
+def _place_group(problem: SearchProblem, group: int, left: Ints) -> None:
     degree, best = problem.state.degree[group], -1
     for node in range(len(left)):
         if left[node] >= degree and (best < 0 or left[node] < left[best]):

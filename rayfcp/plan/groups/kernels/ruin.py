@@ -8,10 +8,10 @@ import numpy as np
 
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import argmax
-from rayfcp.plan.groups.kernels.fill import _force, _level, _place
-from rayfcp.plan.groups.kernels.improve import _step
+from rayfcp.plan.groups.kernels.fill import _force, _insert, _level
+from rayfcp.plan.groups.kernels.improve import _descend
 from rayfcp.plan.groups.kernels.price import PINNED, SLACK, _least_degree
-from rayfcp.plan.groups.kernels.ranks import _allocate, _lay, _lay_all
+from rayfcp.plan.groups.kernels.ranks import _allocate, _place_all_groups, _place_groups
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
@@ -19,14 +19,14 @@ from rayfcp.plan.groups.kernels.state import (
     GroupState,
     Links,
     SearchProblem,
+    _close,
     _compact,
     _copy,
-    _empty,
     _join,
+    _move,
     _open,
     _open_pinned,
-    _settle,
-    _shift,
+    _reprice_or_close,
     _sum_s,
     links_of,
 )
@@ -62,7 +62,7 @@ def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
     """
     state = problem.state
     spans = np.zeros(len(state.spare))
-    _lay_all(problem, spans)
+    _place_all_groups(problem, spans)
     _compact(problem)
     total_s = _sum_s(problem, spans)
     dice, number = np.array([12345]), 0
@@ -79,7 +79,7 @@ def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
             before = spans[aim.one], spans[aim.other]
             for microbatch in (aim.one, aim.other):
                 _allocate(problem, microbatch, 0)
-                spans[microbatch] = _lay(problem, microbatch)
+                spans[microbatch] = _place_groups(problem, microbatch)
             after_s = _sum_s(problem, spans)
             if after_s < total_s * (1.0 - SLACK):
                 total_s = after_s
@@ -87,9 +87,7 @@ def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
                 state.counts[MICROBATCHES] = max(state.counts[MICROBATCHES], aim.other + 1)
                 continue
             spans[aim.one], spans[aim.other] = before
-        moves = state.counts[MOVES]
         _copy(saved, state)
-        state.counts[MOVES] = moves
     return total_s
 
 
@@ -182,7 +180,7 @@ def _rebuild(problem: SearchProblem, aim: Aim, dice: Ints) -> bool:
             continue
         turn = first if fixed else _roll(dice, 2)
         level = loose and _roll(dice, 2) == 0
-        if not _anew(problem, at, aim, turn, level):
+        if not _reinsert(problem, at, aim, turn, level):
             return False
     return True
 
@@ -198,22 +196,22 @@ def _tokens(problem: SearchProblem, aim: Aim) -> float:
 
 
 @inner
-def _anew(problem: SearchProblem, at: int, aim: Aim, turn: int, level: bool) -> bool:
+def _reinsert(problem: SearchProblem, at: int, aim: Aim, turn: int, level: bool) -> bool:
     """Into the first microbatch (turn 0) or the other, else into the one that is left; in what takes another in,
     groups unite for it."""
     here, here_s, there, there_s = aim.one, aim.one_s, aim.other, aim.other_s
     if turn == 1:
         here, here_s, there, there_s = there, there_s, here, here_s
-    placed = _settle_rest(problem, at, here, here_s, level)
+    placed = _reinsert_in(problem, at, here, here_s, level)
     if not placed and aim.one != aim.other:
-        placed = _settle_rest(problem, at, there, there_s, level)
+        placed = _reinsert_in(problem, at, there, there_s, level)
         if not placed and aim.other_s == 0.0:
             placed = _force(problem, at, aim.one, 0, aim.one_s)
     return placed
 
 
 @inner
-def _settle_rest(problem: SearchProblem, at: int, microbatch: int, target_s: float, level: bool) -> bool:
+def _reinsert_in(problem: SearchProblem, at: int, microbatch: int, target_s: float, level: bool) -> bool:
     """Into a group of a microbatch within the target: the emptiest or a new one, or as walks do."""
     batch = problem.batch
     least = _least_degree(problem.prices, batch.pairs[at], batch.tokens[at], target_s, problem.state.pace[microbatch])
@@ -225,7 +223,7 @@ def _settle_rest(problem: SearchProblem, at: int, microbatch: int, target_s: flo
             return True
         if _level(problem, at, microbatch, 0, target_s):
             return True
-    return _place(problem, at, microbatch, 0, least, target_s)
+    return _insert(problem, at, microbatch, least, target_s)
 
 
 @inner_with_arrays
@@ -252,7 +250,7 @@ def _ruined(problem: SearchProblem, aim: Aim, dice: Ints) -> Floats:
             if _roll(dice, ones if home == aim.one else others) < more:
                 marks[group] = 1.0
             if marks[group] > 0.0:
-                _empty(problem, group)
+                _close(problem, group)
     return marks
 
 
@@ -270,7 +268,7 @@ def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
     state = problem.state
     count = state.counts[MICROBATCHES]
     spans, before = np.zeros(count), np.zeros(count)
-    _lay_all(problem, spans)
+    _place_all_groups(problem, spans)
     total_s = _sum_s(problem, spans)
     dice, stuck = np.array([54321]), np.zeros(count, np.bool_)
     while state.counts[MOVES] < max_moves:
@@ -286,32 +284,16 @@ def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
         for microbatch in range(count):
             if not stuck[microbatch]:
                 spans[microbatch] = _allocate(problem, microbatch, 0)
-        _improve_touched(problem, links, spans, stuck, max_moves)
-        _lay_all(problem, spans)
+        _descend(problem, links, spans, stuck, max_moves, False)
+        _place_all_groups(problem, spans)
         after_s = _sum_s(problem, spans)
         if after_s < total_s * (1.0 - SLACK):
             total_s = after_s
         else:
-            moves = state.counts[MOVES]
             _copy(saved, state)
-            state.counts[MOVES] = moves
             for microbatch in range(count):
                 spans[microbatch] = before[microbatch]
     return total_s
-
-
-@inner
-def _improve_touched(problem: SearchProblem, links: Links, spans: Floats, stuck: Ints, max_moves: int) -> None:
-    """Improve the slowest groups of the microbatches that are not stuck."""
-    while problem.state.counts[MOVES] < max_moves:
-        slowest = -1
-        for microbatch in range(len(spans)):
-            if not stuck[microbatch] and (slowest < 0 or spans[microbatch] > spans[slowest]):
-                slowest = microbatch
-        if slowest < 0:
-            return
-        if not _step(problem, links, spans, slowest):
-            stuck[slowest] = True
 
 
 @inner
@@ -345,9 +327,9 @@ def _perturb_one(problem: SearchProblem, links: Links, stuck: Ints, dice: Ints) 
                 continue
             if state.tokens[target] + batch.tokens[at] > state.degree[target] * max_tokens:
                 continue
-        _shift(problem, links, at, target)
+        _move(problem, links, at, target)
         stuck[home] = False
         stuck[state.home[target]] = False
-        _settle(problem, links, source)
-        _settle(problem, links, target)
+        _reprice_or_close(problem, links, source)
+        _reprice_or_close(problem, links, target)
         return

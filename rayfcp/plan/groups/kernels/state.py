@@ -72,16 +72,24 @@ def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
 
 
 def copied(state: GroupState) -> GroupState:
-    """A snapshot."""
+    """Snapshot for `load`."""
     return GroupState._make(column.copy() for column in state)
 
 
 def load(problem: SearchProblem, state: GroupState) -> None:
-    """Go on from a snapshot; what was spent stays spent."""
-    spent = problem.state.counts[MOVES]
+    """Restore a snapshot, but for the number of moves made."""
+    num_moves = problem.state.counts[MOVES]
     for column, saved in zip(problem.state, state, strict=True):
         column[:] = saved
-    problem.state.counts[MOVES] = spent
+    problem.state.counts[MOVES] = num_moves
+
+
+@inner
+def _clear(problem: SearchProblem, num_microbatches: int) -> None:
+    """Empty plan of so many microbatches."""
+    state = problem.state
+    state.owner[:] = -1
+    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, num_microbatches
 
 
 @inner
@@ -145,7 +153,7 @@ def _reprice(problem: SearchProblem, group: int) -> None:
 
 
 @inner
-def _empty(problem: SearchProblem, group: int) -> None:
+def _close(problem: SearchProblem, group: int) -> None:
     """The group is no more, unless it is pinned; its ranks are spare."""
     state = problem.state
     if state.span_kind[group] < PINNED:
@@ -159,14 +167,13 @@ def _empty(problem: SearchProblem, group: int) -> None:
 
 @inner
 def _copy(source: GroupState, target: GroupState) -> None:
-    """Of groups, as many as were ever opened."""
+    """Copy a plan into another state, but for the number of moves made."""
     for at in range(len(source.owner)):
         target.owner[at] = source.owner[at]
     for microbatch in range(source.counts[MICROBATCHES] + 1):
         target.spare[microbatch] = source.spare[microbatch]
         target.pace[microbatch] = source.pace[microbatch]
-    for each in range(len(source.counts)):
-        target.counts[each] = source.counts[each]
+    target.counts[GROUPS], target.counts[MICROBATCHES] = source.counts[GROUPS], source.counts[MICROBATCHES]
     for group in range(source.counts[GROUPS]):
         target.home[group] = source.home[group]
         target.degree[group] = source.degree[group]
@@ -199,7 +206,7 @@ def _compact(problem: SearchProblem) -> None:
 
 
 @inner
-def _forget(problem: SearchProblem, first: int, microbatch: int) -> None:
+def _close_from(problem: SearchProblem, first: int, microbatch: int) -> None:
     """Undo all groups from `first` on."""
     state = problem.state
     for at in range(len(state.owner)):
@@ -281,8 +288,8 @@ def links_of(problem: SearchProblem) -> Links:
 
 
 @inner
-def _shift(problem: SearchProblem, links: Links, at: int, group: int) -> None:
-    """Move a sequence to another group; the seconds of both are the caller's (`_settle`)."""
+def _move(problem: SearchProblem, links: Links, at: int, group: int) -> None:
+    """Move a sequence to another group; the seconds of both are the caller's (`_reprice_or_close`)."""
     state, batch = problem.state, problem.batch
     source = state.owner[at]
     before, after = links.before[at], links.after[at]
@@ -304,10 +311,10 @@ def _shift(problem: SearchProblem, links: Links, at: int, group: int) -> None:
 
 
 @inner
-def _settle(problem: SearchProblem, links: Links, group: int) -> None:
+def _reprice_or_close(problem: SearchProblem, links: Links, group: int) -> None:
     """Its seconds anew; a group without sequences gives its ranks back."""
     state = problem.state
     if links.head[group] >= 0:
         _reprice(problem, group)
     elif state.home[group] >= 0:
-        _empty(problem, group)
+        _close(problem, group)
