@@ -187,4 +187,3 @@ def test_settings_have_reasons_and_one_value() -> None:
     settings = [setting for info in DEVICES.values() for setting in info.environment]
     assert len({setting.name for setting in settings}) == len(settings)
     assert all(setting.value and setting.reason for setting in settings)
-

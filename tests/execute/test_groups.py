@@ -72,8 +72,8 @@ def _sockets_before_and_after_traffic(world: ProcessGroups) -> list[int]:
     for name, group in _groups(world).items():
         _sum_of_ranks(group)
         size, works = dist.get_world_size(group), []
-        dist.all_gather_into_tensor(torch.zeros(8 * size), torch.zeros(8), group=group)
-        dist.reduce_scatter_tensor(torch.zeros(8), torch.zeros(8 * size), group=group)
+        dist.all_gather(list(torch.zeros(size, 8)), torch.zeros(8), group=group)
+        dist.reduce_scatter(torch.zeros(8), list(torch.zeros(size, 8)), group=group)
         if name not in POINT_TO_POINT:
             continue
         for peer in set(dist.get_process_group_ranks(group)) - {world.position.device}:

@@ -167,8 +167,10 @@ def _warm(group: dist.ProcessGroup, device: torch.device, *, messages: bool) -> 
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     one, all_of_them = torch.zeros(1, device=device), torch.zeros(size, device=device)
     dist.all_reduce(one, group=group)  # each algorithm of NCCL has connections of its own
-    dist.all_gather_into_tensor(all_of_them, one, group=group)
-    dist.reduce_scatter_tensor(one, all_of_them, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather(all_of_them, one, group=group)
+    scatter(one, all_of_them, group=group)
     for hop in range(1, size if messages else 1):
         swap(
             torch.zeros(1, device=device),
