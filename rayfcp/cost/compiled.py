@@ -6,7 +6,7 @@ all fields of all its arrays, and keep each in a file of its own. Most kernels a
 tuples of arrays by reference. That halves the time to compile, and the time to plan: calls are cheap.
 """
 
-# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator, override"
+# mypy: disable-error-code="attr-defined, misc, no-untyped-call, untyped-decorator, override"
 
 import contextlib
 import functools
@@ -193,6 +193,8 @@ class _Inner:
 def compiled(function: F) -> F:
     """Compile `function`. The machine code is kept beside it, in the user's cache where that folder cannot be written
     to, or in this process only. Arithmetic is exact IEEE: a plan has the same bytes in any process."""
+    if numba.config.DISABLE_JIT:  # plain Python, for debuggers and coverage
+        return function
     kernel = _kernel(function, given=types.unliteral, no_cfunc_wrapper=True, pipeline_class=_WholeCompiler)
     with contextlib.suppress(RuntimeError):  # no folder can be written to
         kernel._cache = _FolderCache(function)
@@ -216,6 +218,8 @@ def inlined(function: F) -> F:
 
 
 def _part(function: Callable[..., object], **options: Any) -> Any:
+    if numba.config.DISABLE_JIT:
+        return function
     options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": _PartCompiler}
     return _Inner(_kernel(function, given=_by_reference, **options))
 

@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class RankEngine:
         self._vision = VisionLoader(self._reader, processor, device=device) if processor is not None else None
         self._progress = StepProgress()
         self._generation: Generation | None = None
+        self._failure = ""
         self._member = Membership(
             device,
             start_timeout_s=config.elastic.start_timeout_s,
@@ -99,7 +101,7 @@ class RankEngine:
         """
         self._forget()
         groups = self._member.join(position, store=store)
-        self.position = position
+        self.position, self._failure = position, ""
         module = make_model(groups)
         if self._config.train.gather_every == "step":
             keep_gathered(module)
@@ -146,13 +148,29 @@ class RankEngine:
         self._progress.num_done = num_done
         self._member.check_alive()
 
+    @contextmanager
+    def _whole_step(self, name: str) -> Iterator[Generation]:
+        """Context of a forward and backward pass, which nothing may follow but `join` if an error leaves it: FSDP does
+        not finish gradients of later passes then, so that steps would go on with parts of them, without an error.
+
+        Raises:
+            RuntimeError: an earlier one failed.
+        """
+        if self._failure:
+            raise RuntimeError(f"{name} cannot run after a failed step ({self._failure}); join a generation first")
+        try:
+            yield self.generation
+        except BaseException as error:
+            self._failure = f"{name}: {type(error).__name__}"
+            raise
+
     @collective
     def rehearse(self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None) -> None:
         """Run a program and discard its gradients; nothing is updated. Every rank must call it."""
-        generation = self.generation
-        generation.interpreter.run(program, tokens, images=images)
-        release(generation.module)
-        generation.optimizer.zero_grad(set_to_none=True)
+        with self._whole_step("rehearsal") as generation:
+            generation.interpreter.run(program, tokens, images=images)
+            release(generation.module)
+            generation.optimizer.zero_grad(set_to_none=True)
 
     @collective
     def run_step(
@@ -175,33 +193,36 @@ class RankEngine:
             ValueError: the program is not of the plan that the controller dispatched.
             CollectiveFailedError: other devices failed, or the generation was aborted. The model's contents are no
                 state of the run then; see `fill`.
+            DeviceLostError: this device is broken.
+            RuntimeError: an earlier step failed.
         """
         if program.plan_hash != plan_hash:
             raise ValueError(
                 f"step {batch.step}: program of plan {program.plan_hash}, dispatched was {plan_hash}; plan again"
             )
-        generation, start_s = self.generation, time.perf_counter()
-        if safe is not None:
-            self.copies.drop_older(safe)
-        self._progress.begin(batch.step)
-        generation.optimizer.zero_grad(set_to_none=True)
-        generation.wait.seconds = generation.snapshots.seconds = 0.0
-        images: ImageSource | None = None
-        broken: tuple[str, ...] = ()
-        if self._vision is not None:
-            sum_over = generation.wait.timed()(generation.groups.sum)
-            batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
-        tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
-        done = generation.interpreter.run(program, tokens, images=images, loss_scale=loss_scale)
-        release(generation.module)
-        update_s = time.time()
-        numbers = self._update(batch, done.loss_sum)
-        updated_s = time.time()
-        if snapshot is not None:
-            on_copy(generation.snapshots.take(snapshot))
-        return self._report(
-            batch.step, numbers, done=done, update_s=(update_s, updated_s), start_s=start_s, broken=broken
-        )
+        start_s = time.perf_counter()
+        with self._whole_step(f"step {batch.step}") as generation:
+            if safe is not None:
+                self.copies.drop_older(safe)
+            self._progress.begin(batch.step)
+            generation.optimizer.zero_grad(set_to_none=True)
+            generation.wait.seconds = generation.snapshots.seconds = 0.0
+            images: ImageSource | None = None
+            broken: tuple[str, ...] = ()
+            if self._vision is not None:
+                sum_over = generation.wait.timed()(generation.groups.sum)
+                batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
+            tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
+            done = generation.interpreter.run(program, tokens, images=images, loss_scale=loss_scale)
+            release(generation.module)
+            update_s = time.time()
+            numbers = self._update(batch, done.loss_sum)
+            updated_s = time.time()
+            if snapshot is not None:
+                on_copy(generation.snapshots.take(snapshot))
+            return self._report(
+                batch.step, numbers, done=done, update_s=(update_s, updated_s), start_s=start_s, broken=broken
+            )
 
     def _report(
         self,

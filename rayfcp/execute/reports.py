@@ -88,6 +88,10 @@ class CollectiveFailedError(RuntimeError):
     """An exchange between devices failed or was aborted, because of another device or the network, not the program."""
 
 
+class DeviceLostError(RuntimeError):
+    """This process's device is broken; the run goes on without it, and the process cannot use it again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """Process groups that a device made for a generation, and the seconds that it took."""

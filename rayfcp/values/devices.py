@@ -7,6 +7,15 @@ Adding one: its `DeviceInfo` in `DEVICES`, and the module that this names, with 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Setting(NamedTuple):
+    """An environment variable of a worker process, and why rayfcp sets it."""
+
+    name: str
+    value: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +32,10 @@ class DeviceInfo:
     """Of torch.distributed; no two kinds of device share one."""
     failures: str
     """Pattern of the messages of plain RuntimeErrors from its collective library: exchanges that failed, after which a
-    run recovers. Any other RuntimeError ends the run."""
+    run recovers."""
+    losses: str | None = None
+    """Pattern of the messages of RuntimeErrors of a device that is broken: the run goes on without it. Any other
+    RuntimeError, faults of kernels such as illegal memory accesses included, ends the run."""
     hardware: tuple[str, ...]
     """Named hardware profiles of such devices."""
     start_tokens: int
@@ -31,6 +43,10 @@ class DeviceInfo:
     longer."""
     install: str
     """Remedy if torch does not see the device."""
+    environment: tuple[Setting, ...] = ()
+    """Set in worker processes before torch is imported, unless the user has set them."""
+    single_message_per_peer: bool = False
+    """A batch of point-to-point messages may hold one to and one from each peer."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     """Dense bf16 peak of one device by a pattern of whole words of its name, from the vendors' data sheets."""
 
@@ -65,9 +81,24 @@ CUDA = DeviceInfo(
     resource="GPU",
     group_backend="nccl",
     failures="NCCL",
+    # Of `cudaGetErrorString`: errors 46, 100, 214, 220, 702, 714, 719, 721, 802 and 999 of the CUDA Runtime API.
+    losses=r"CUDA error: (CUDA-capable device\(s\) is/are busy|no CUDA-capable device|uncorrectable (ECC|NVLink) error"
+    r"|the launch timed out|hardware stack error|unspecified launch failure"
+    r"|Invalid access of peer GPU memory over nvlink|system not yet initialized|unknown error)",
     hardware=("h100", "h200", "a800", "gpu-x", "gpu-y"),
     start_tokens=16384,
     install="install the driver and torch's CUDA build; in a container, run it with the GPUs (--gpus all)",
+    environment=(
+        Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "NCCL's watchdog would end survivors that recover in place"),
+        Setting("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "an aborted communicator would end the process"),
+        Setting("TORCH_NCCL_ENABLE_MONITORING", "0", "the heartbeat monitor would end a process that recovers"),
+        Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "its threads would poll the rendezvous store of a past generation"),
+        Setting("NCCL_NVLS_ENABLE", "0", "buffers of NVLink SHARP are not freed when a communicator is aborted"),
+        Setting(
+            "CUDA_DEVICE_MAX_CONNECTIONS", "32", "with 8 hardware queues, 9 to 14 streams would wait for each other"
+        ),
+        Setting("PYTORCH_ALLOC_CONF", "expandable_segments:True", "batches of many lengths would fragment memory"),
+    ),
     peak_flops={  # without a suffix: the SXM module
         "B200": 2250e12,
         "H200": 989e12,
@@ -89,9 +120,16 @@ NPU = DeviceInfo(
     resource="NPU",
     group_backend="hccl",
     failures=r"HCCL|FORCE STOP|ERR02\d\d\d",  # ERR02: errors of torch_npu's distributed module
+    losses=r"UCE ERROR|MULTI BIT ECC ERROR|HCCS LINK ERROR|SUSPECT MEM ERROR",  # torch_npu's names of device errors
     hardware=("ascend-910c",),
     start_tokens=16384,
     install="install the driver, CANN and torch-npu of torch's version; in a container, mount its devices and driver",
+    environment=(
+        Setting("HCCL_ASYNC_ERROR_HANDLING", "0", "the watchdog would end survivors that recover in place"),
+        Setting("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "batches of many lengths would fragment memory"),
+    ),
+    # HcclBatchSendRecv up to CANN 8.5 takes no "duplicate sending or receiving tasks pointed to the same rank".
+    single_message_per_peer=True,
     # A 910C package, which names itself 910_93.., has two dies and shows as two devices.
     peak_flops={r"Ascend910(C|_93)\w*": 376e12, r"Ascend910B\w*": 376e12},
 )

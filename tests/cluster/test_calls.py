@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from rayfcp.cluster.workers.calls import GroupCall
+import pytest
+
+from rayfcp.cluster.runtime import TaskFailedError
+from rayfcp.cluster.workers.calls import GroupCall, RanksLostError
 from rayfcp.elastic.facts import Cause
+from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
 
 
 class Runtime:
@@ -74,3 +78,55 @@ def test_a_device_whose_call_has_ended_is_not_judged() -> None:
 def test_a_device_without_heartbeats_is_hung_however_long_calls_may_last() -> None:
     assert looked(2.25, names="ab", deadline_s=None, a=beat()) == (set(), "")
     assert looked(2.75, names="ab", deadline_s=None, a=beat()) == ({"b"}, "b hangs: sent no heartbeat for 2 s")
+
+
+class Broken:
+    """A runtime in which the call of `b` failed since its device is broken."""
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def wait(self, refs: list[str], *, timeout_s: float) -> list[str]:
+        return [ref for ref in refs if ref != "call of a" or self.aborted]
+
+    def get(self, ref: str) -> Any:
+        if ref == "call of b":
+            raise TaskFailedError(DeviceLostError("device is broken: CUDA error: uncorrectable ECC error"), trace="")
+        if ref == "call of a":
+            raise TaskFailedError(CollectiveFailedError("aborted"), trace="")
+        return beat()
+
+    aborted = False
+
+    def abort(self) -> str:
+        self.aborted = True
+        return "aborted"
+
+
+def test_a_broken_device_is_lost_and_the_others_are_freed() -> None:
+    runtime, ended = Broken(), []
+    members: list[Any] = [
+        SimpleNamespace(
+            id=each,
+            facts=SimpleNamespace(node_id="node"),
+            handle=SimpleNamespace(
+                beat=SimpleNamespace(remote=lambda: "beat"), abort=SimpleNamespace(remote=runtime.abort)
+            ),
+        )
+        for each in "ab"
+    ]
+    call = GroupCall(
+        members,
+        ["call of a", "call of b"],
+        runtime=runtime,  # type: ignore[arg-type]
+        names=["a", "b"],
+        deadline_s=100.0,
+        limit_s=2.0,
+        end=lambda member: ended.append(member.id),
+    )
+    with pytest.raises(
+        RanksLostError, match="b failed: device is broken: CUDA error: uncorrectable ECC error"
+    ) as found:
+        call.values()
+    assert [(each.id, each.cause) for each in found.value.lost] == [("b", Cause.DIED)]
+    assert ended == ["b"] and runtime.aborted

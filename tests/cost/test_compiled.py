@@ -1,5 +1,6 @@
 """Machine code is kept between processes, and made anew when what is kept cannot be read."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -51,3 +52,32 @@ def test_kept_and_made_anew(tmp_path: Path) -> None:
 def test_what_only_kernels_may_call_has_no_entry() -> None:
     with pytest.raises(TypeError, match="_price can be called by kernels only"):
         _price()
+
+
+PLAN = """
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import plan_batch
+from rayfcp.values import ClusterSpec, SequenceSpec
+from tests.plan.helpers import UNIT
+
+sequences = [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate((10, 50, 3, 90, 2, 7))]
+for strategy in ("flex-ring", "flex-block"):
+    cluster, options = ClusterSpec(num_ranks=4, max_tokens_per_rank=40), PlanConfig(search_moves=300)
+    print(plan_batch(sequences, cluster=cluster, cost=UNIT, options=options, strategy=strategy))
+"""
+
+
+def test_kernels_are_plain_python_for_debuggers() -> None:
+    """Numba's NUMBA_DISABLE_JIT=1 gives the same plans without machine code."""
+    compiled, plain = (
+        subprocess.run(
+            [sys.executable, "-c", PLAN],
+            env=os.environ | {"NUMBA_DISABLE_JIT": switch},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for switch in ("0", "1")
+    )
+    assert (compiled.returncode, plain.returncode) == (0, 0), plain.stderr
+    assert compiled.stdout == plain.stdout and "flex-block" in plain.stdout

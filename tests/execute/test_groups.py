@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
+from rayfcp.execute.parallel.groups import POINT_TO_POINT, MeshPosition, ProcessGroups
 from tests.execute.gloo import joined, on_processes
 
 WORLDS = ((1, 3, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 3, 1))
@@ -66,11 +66,16 @@ def _generation(world: ProcessGroups) -> dict[str, Any]:
 
 
 def _sockets_before_and_after_traffic(world: ProcessGroups) -> list[int]:
-    """Sockets of this process when it has joined, and when every pair has exchanged on every channel."""
+    """Sockets of this process when it has joined, and after what the channels are for: collectives on all of them,
+    messages between every pair on some."""
     before = _num_sockets()
-    for group in _groups(world).values():
+    for name, group in _groups(world).items():
         _sum_of_ranks(group)
-        works = []
+        size, works = dist.get_world_size(group), []
+        dist.all_gather(list(torch.zeros(size, 8)), torch.zeros(8), group=group)
+        dist.reduce_scatter(torch.zeros(8), list(torch.zeros(size, 8)), group=group)
+        if name not in POINT_TO_POINT:
+            continue
         for peer in set(dist.get_process_group_ranks(group)) - {world.position.device}:
             works.append(dist.isend(torch.zeros(4), group=group, dst=peer))
             works.append(dist.irecv(torch.zeros(4), group=group, src=peer))

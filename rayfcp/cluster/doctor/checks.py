@@ -123,6 +123,17 @@ def kernels(node: NodeFacts) -> Findings:
         yield check(what, FASTER, well=not seen.kernel.startswith(SLOWER), fails=False)
 
 
+def environment(node: NodeFacts) -> Findings:
+    """Variables of the device's libraries that rayfcp leaves as the user has set them."""
+    settings = DEVICES.get(node.accelerators.kind, CPU).environment
+    for name, value, reason in settings:
+        if node.environment.get(name, value) != value:
+            what = f"{name} is {node.environment[name]} there, rayfcp would set {value}: otherwise {reason}"
+            yield warn(what, "unset it before ray start, unless it is meant")
+    if settings:
+        yield ok(f"workers set {', '.join(f'{name}={value}' for name, value, _ in settings)}")
+
+
 def devices_in_torch(node: NodeFacts) -> Findings:
     """Devices that Ray offers, compared with those that torch finds there."""
     seen = node.accelerators
@@ -297,7 +308,15 @@ def token(facts: Facts) -> Findings:
         yield ok(f"Ray's token: {f'from {access.token_from}' if access.token_from else 'none, and none required'}")
 
 
-OF_NODE: tuple[Callable[[NodeFacts], Findings], ...] = (software, limits, kernels, devices_in_torch, files, connection)
+OF_NODE: tuple[Callable[[NodeFacts], Findings], ...] = (
+    software,
+    limits,
+    kernels,
+    environment,
+    devices_in_torch,
+    files,
+    connection,
+)
 OF_WHOLE: tuple[Callable[[Facts], Findings], ...] = (
     *(services, same_versions, cluster_resources, local_devices, host_memory, checkpoint_space, token),
 )

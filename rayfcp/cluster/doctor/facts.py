@@ -94,8 +94,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """One machine. `devices`: Ray's resources there, None without a cluster. `clock_ahead_s`: difference to the
-    driver's clock, +- `clock_within_s`."""
+    """One machine. `devices`: Ray's resources there, None without a cluster. `environment`: variables of
+    `DeviceInfo.environment` that are set there. `clock_ahead_s`: difference to the driver's clock, +- `clock_within_s`.
+    """
 
     name: str
     python: tuple[int, int, int]
@@ -111,6 +112,7 @@ class NodeFacts:
     missing_paths: tuple[str, ...] = ()
     reaches_driver: bool | None = None
     devices: Mapping[str, float] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
     clock_ahead_s: float = 0.0
     clock_within_s: float = 0.0
 

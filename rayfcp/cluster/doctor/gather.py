@@ -34,6 +34,7 @@ from rayfcp.cluster.doctor.facts import (
     Storage,
 )
 from rayfcp.config import Config, ConfigError
+from rayfcp.values.devices import DEVICES
 
 PROBE_S = 180
 CONNECT_S = 5.0
@@ -54,12 +55,14 @@ def machine_facts(
 ) -> NodeFacts:
     """Facts of this machine. `paths` must be readable; `marker`: file that the driver wrote beside `run_dir`; `driver`:
     address at which it listens."""
+    names = [setting.name for info in DEVICES.values() for setting in info.environment]
     return NodeFacts(
         name=name or socket.gethostname(),
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         versions={package: _version(package) for package in REQUIRED},
         missing_modules=tuple(module for module in DASHBOARD_MODULES if importlib.util.find_spec(module) is None),
         accelerators=accelerators(device),
+        environment={name: os.environ[name] for name in names if name in os.environ},
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_bytes=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,

@@ -10,7 +10,7 @@ from rayfcp.cluster.workers.facts import Member
 from rayfcp.config import ConfigError
 from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.hang import HangVerdict, Heartbeat, judge
-from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
 from rayfcp.values import InfeasiblePlanError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def value_of(runtime: Runtime, ref: Any, *, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostWorker:
-    """A worker that is gone: its process died, its node was lost, or it hung and was killed."""
+    """A worker that is gone: its process died, its device is broken, its node was lost, or it hung and was killed."""
 
     id: str
     number: int
@@ -135,7 +135,9 @@ class GroupCall:
                 cause = error.cause
                 if isinstance(cause, ConfigError | InfeasiblePlanError):
                     raise cause from error
-                if not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
+                if isinstance(cause, DeviceLostError):
+                    self._gone[number] = Cause.DIED
+                elif not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
                     self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
                 self._reason = self._reason or f"{name} failed: {cause}"
             except ActorLostError as error:

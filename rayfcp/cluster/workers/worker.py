@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import importlib
 import os
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +16,8 @@ from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
 from rayfcp.cluster.recovery.replication import Pusher
-from rayfcp.cluster.workers.facts import LOOPBACK, DeviceFacts, Rendezvous, Waited
+from rayfcp.cluster.workers.environment import set_environment, use_interface
+from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous, Waited
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
@@ -57,6 +57,8 @@ class DeviceWorker:
         Raises:
             ConfigError: the device, or a library that it needs, is missing.
         """
+        set_environment()
+
         import torch
 
         from rayfcp.execute.devices.backend import backend_of, resolve_device
@@ -157,10 +159,7 @@ class DeviceWorker:
         from rayfcp.models.describe import model_config
         from rayfcp.models.library import text_of
 
-        if rendezvous.host == LOOPBACK:
-            # Otherwise gloo listens at the address of the host's name.
-            names = [name for _, name in socket.if_nameindex()]
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in names else "lo0")
+        use_interface(rendezvous.host, own_address=ray.util.get_node_ip_address())
         library, cluster = model_config(self._config.model, vocab_size=self._vocab_size), rendezvous.cluster
 
         def store() -> dist.Store:

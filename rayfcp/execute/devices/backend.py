@@ -5,6 +5,7 @@ Each device has a module with a `BACKEND` (`cpu`, `cuda`, `npu`); `rayfcp.values
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,8 +139,21 @@ class DeviceBackend:
         kernels are told when they are made."""
 
     def abort_collectives(self, device: torch.device) -> None:  # noqa: ARG002  an option of Ascend
-        """End collectives that the device executes or has queued; a RuntimeError if it did not stop."""
+        """End collectives that the device executes or has queued; a RuntimeError if it did not stop.
+
+        All groups at once, each in a thread: aborting a communicator frees device memory, which waits for the kernels
+        of the others (pytorch/pytorch#119797). NCCL's group calls, with which torch aborts, do not reach over threads.
+        """
+        groups = list(dist.distributed_c10d._world.pg_map)
+        with ThreadPoolExecutor(len(groups)) as pool:
+            for each in [pool.submit(group.abort) for group in groups]:
+                each.result()
         dist.distributed_c10d._abort_process_group()
+
+    def release_cached_memory(self) -> None:
+        """Return memory that torch caches to the device: communicators allocate theirs beside it."""
+        if self.streams is not None:
+            self.streams.empty_cache()
 
     def restart(self, device: torch.device) -> None:
         """Make the device usable again after `abort_collectives`."""

@@ -8,9 +8,11 @@ kernels. All take all pairs of a call in one launch.
 import importlib
 import importlib.util
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -97,6 +99,20 @@ class CudaBackend(DeviceBackend):
             )
         for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
             yield CudaKernel(half=half, single=CutlassKernel())
+
+    def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """See `DeviceBackend`. Registered rather than allocated by torch, which rounds up to a power of two."""
+        buffer = np.empty(num_bytes, np.uint8)
+        if num_bytes and self.is_available():
+            runtime, address = torch.cuda.cudart(), buffer.ctypes.data
+            error = int(runtime.cudaHostRegister(address, num_bytes, 0))
+            if error:
+                logger.warning(
+                    "%d bytes of host memory cannot be pinned (CUDA error %d): copies wait", num_bytes, error
+                )
+            else:
+                weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+        return buffer
 
     def group_options(self, *, communication_sms: int) -> Any:
         """Messages run in a stream of high priority, so that their blocks start as soon as a multiprocessor is free,

@@ -21,6 +21,10 @@ CONTROL_TIMEOUT_S = 86_400.0
 """Timeout of the control channel, on which devices wait for the slowest checkpoint writer: a timeout would break the
 channel for good, and an abort of the groups ends a wait in vain."""
 
+POINT_TO_POINT = ("attend", "pipe_forward", "pipe_backward")
+"""Channels that carry messages between two devices. NCCL opens each pair's connection, with buffers of its own, at the
+first message; the other channels run collectives only."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPosition:
@@ -137,7 +141,7 @@ def join_process_groups(
                 pg_options=backend_of(where).group_options(communication_sms=communication_sms),
             )
             if position.device in devices:
-                _warm(group, where)
+                _warm(group, where, messages=name in POINT_TO_POINT)
                 made[name] = group
     seconds = time.perf_counter() - start_s
     groups = ProcessGroups(position=position, device=device, seconds=seconds, **made)
@@ -157,11 +161,17 @@ def _members(position: MeshPosition) -> dict[str, list[list[int]]]:
     return members
 
 
-def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Open all connections now, so that none is opened lazily in the middle of a step."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+def _warm(group: dist.ProcessGroup, device: torch.device, *, messages: bool) -> None:
+    """Open all connections of collectives now, and those between any two devices if the group carries `messages`, so
+    that none is opened lazily in the middle of a step."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for hop in range(1, size):
+    one, all_of_them = torch.zeros(1, device=device), torch.zeros(size, device=device)
+    dist.all_reduce(one, group=group)  # each algorithm of NCCL has connections of its own
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather(all_of_them, one, group=group)
+    scatter(one, all_of_them, group=group)
+    for hop in range(1, size if messages else 1):
         swap(
             torch.zeros(1, device=device),
             torch.zeros(1, device=device),

@@ -23,7 +23,7 @@ from torch.distributed.tensor import debug as tensor_debug
 
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups, join_process_groups, leave_process_groups
-from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
 from rayfcp.values.devices import DEVICES
 
 Arguments = ParamSpec("Arguments")
@@ -36,6 +36,9 @@ _FAILURES = re.compile(
     re.IGNORECASE,
 )
 """Messages of plain RuntimeErrors from the libraries below torch."""
+
+_LOSSES = re.compile("|".join(info.losses for info in DEVICES.values() if info.losses))
+"""Messages of RuntimeErrors of broken devices."""
 
 
 def is_collective_failure(error: BaseException) -> bool:
@@ -50,9 +53,20 @@ def is_collective_failure(error: BaseException) -> bool:
     return False
 
 
+def is_device_loss(error: BaseException) -> bool:
+    """True if an error, or one of its causes, says that this process's device is broken."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and _LOSSES.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False
+
+
 def collective(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorator for methods of objects with `is_aborted` and `abort`: failed exchanges, and any error after an abort,
-    are raised as `CollectiveFailedError`. The object is aborted first, so that its neighbours stop waiting for it."""
+    are raised as `CollectiveFailedError`. The object is aborted first, so that its neighbours stop waiting for it.
+    Errors of a broken device are raised as `DeviceLostError`, at once: nothing on it can be ended in order."""
 
     @functools.wraps(method)
     def wrapped(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
@@ -60,16 +74,22 @@ def collective(method: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         try:
             return method(*args, **keywords)
         except Exception as error:
+            if is_device_loss(error):
+                raise DeviceLostError(f"device is broken: {_first_line(error)}") from error
             if not engine.is_aborted and not is_collective_failure(error):
                 raise
             how = "aborted" if engine.is_aborted else "failed"
             engine.abort()
             if isinstance(error, CollectiveFailedError):
                 raise
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise CollectiveFailedError(f"exchange between devices {how}; {type(error).__name__}: {first}") from error
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise CollectiveFailedError(f"exchange between devices {how}; {reason}") from error
 
     return wrapped
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
@@ -253,13 +273,15 @@ class Membership:
         self.collect()
 
     def collect(self) -> None:
-        """Free what torch caches of a generation. Cached shardings would keep its groups alive; and meshes of two
-        generations compare equal if their device numbers do, though this process may have another number now."""
+        """Free what torch caches of a generation, memory included. Cached shardings would keep its groups alive; and
+        meshes of two generations compare equal if their device numbers do, though this process may have another number
+        now."""
         tensor_debug._clear_sharding_prop_cache()
         getattr(_redistribute, "_planner_cache", {}).clear()  # in some releases of torch
         for cache in self._caches:
             cache.cache_clear()
         gc.collect()
+        backend_of(self._device).release_cached_memory()
 
 
 def _sharding_caches() -> list[Any]:

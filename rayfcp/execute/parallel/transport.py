@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -98,7 +99,8 @@ class DistributedTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, progress: StepProgress | None = None) -> None:
         self._group, self._progress = weakref.ref(group), progress or StepProgress()
         self.rank = dist.get_rank(group)
-        self._streams = backend_of(device_of_group_backend(dist.get_backend(group)).name).streams
+        device = device_of_group_backend(dist.get_backend(group))
+        self._streams, self._single = backend_of(device.name).streams, device.single_message_per_peer
         self._stream = None if self._streams is None else self._streams.Stream()
 
     @contextmanager
@@ -118,15 +120,20 @@ class DistributedTransport(Transport):
             raise ValueError(
                 f"transport of rank {self.rank}: its process group is destroyed; make a new transport of a live group"
             )
-        operations = [
-            dist.P2POp(kind, tensor, group=group, group_peer=peer)
-            for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
-            for peer, tensor in envelopes
-        ]
+        batches: dict[int, list[dist.P2POp]] = defaultdict(list)
+        for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives)):
+            number: Counter[int] = Counter()  # of messages by peer; both ends count alike
+            for peer, tensor in envelopes:
+                batches[number[peer]].append(dist.P2POp(kind, tensor, group=group, group_peer=peer))
+                number[peer] += self._single
         if self._streams is None:
-            return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
+            return _Works(_posted(batches), self._progress)
         with self.message_stream(after_compute=self._streams.current_stream() != self._stream):
-            return _Enqueued(dist.batch_isend_irecv(operations) if operations else [], self._streams.Event())
+            return _Enqueued(_posted(batches), self._streams.Event())
+
+
+def _posted(batches: Mapping[int, list[dist.P2POp]]) -> list[dist.Work]:
+    return [work for at in sorted(batches) for work in dist.batch_isend_irecv(batches[at])]
 
 
 def default_transport() -> DistributedTransport:

@@ -69,7 +69,7 @@ def prices_of(
     capacity = float(cluster.num_ranks + sum(len(group.ranks) * group.speed for group in pinned))
     held = float(cluster.num_ranks + sum(len(group.ranks) * min(group.speed, 1.0) for group in pinned))
     return Prices(
-        terms=np.ravel(rows),
+        terms=np.ravel(rows).view(np.recarray),  # records have attributes in plain Python, too
         fixed_s=float(cost.fixed_s),
         per_pair=float(cost.attention_s_per_pair),
         per_token=float(cost.compute_s(0, 1)),
@@ -116,7 +116,7 @@ def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int
     held = list(groups)
     tokens, pairs = state.tokens[held][:, None], state.pairs[held][:, None]
     shape = (-1, prices.num_primitives, prices.num_degrees, 2)
-    forward, backward = np.moveaxis(prices.terms.view(np.recarray).reshape(shape)[0, :, None], -1, 0)
+    forward, backward = np.moveaxis(prices.terms.reshape(shape)[0, :, None], -1, 0)
     both_s = pass_s(forward, pairs, tokens, tokens) + pass_s(backward, pairs, tokens, tokens)
     seconds: Floats = both_s.min(axis=0)[:, 1 : prices.num_ranks + 1]
     seconds[tokens > np.arange(1, prices.num_ranks + 1) * prices.max_tokens] = np.inf

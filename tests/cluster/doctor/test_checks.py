@@ -124,6 +124,10 @@ WARNS = {
     "slower kernel": (accelerators(kernel=SLOWER), "on cuda: torch's flash, "),
     "more devices than offered": (accelerators(count=16), "Ray offers 8 GPU, torch sees 16"),
     "clock off": (on_node(clock_ahead_s=1.6, clock_within_s=0.1), "differs from the driver's by 1.5 s"),
+    "environment": (
+        on_node(environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_NVLS_ENABLE": "0"}),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING is 1 there, rayfcp would set 0",
+    ),
     "devices to come": (cluster(resources={"CPU": 32.0}, autoscales=True), "0 GPU in the cluster"),
     "no dashboard": (cluster(dashboard=False), "has no dashboard"),
     "open token": (access(token_open=True), "other users can read Ray's token"),
