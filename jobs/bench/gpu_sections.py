@@ -22,6 +22,9 @@ from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
 
+SAFE_SHARE = 0.9
+"""Of a device's memory; steps that need more by the memory model are left out."""
+
 
 def conformance(bench: Bench) -> Found:
     """Every kernel in the bench's dtype and in fp32 against fp64.
@@ -99,6 +102,8 @@ def memory(bench: Bench) -> Found:
                 bench.log(f"{rank.model.name}: {sum(pack)} tokens, {layers} layers recomputed")
                 work = partial(_peak, bench, rank=rank, rows=every, layers=layers)
                 rows.append(attempt(work, device=bench.device) | {"model": rank.model.name, "recomputed": layers})
+                if "error" in rows[-1]:
+                    break  # the engine runs no further step
     return {"num_tokens": bench.sizes.memory_tokens, "rows": rows, **_failures(rows)}
 
 
@@ -111,6 +116,9 @@ def _failures(attempts: Sequence[Found]) -> Found:
 def _peak(bench: Bench, *, rank: Alone, rows: range, layers: int) -> Found:
     tokens = sum(rank.lengths[row] for row in rows)
     predicted = predicted_bytes(rank.model, num_tokens=tokens, recomputed_layers=layers, dtype=bench.sizes.dtype)
+    memory_bytes = backend_of(bench.device).total_memory_bytes(bench.device)
+    if memory_bytes and predicted > SAFE_SHARE * memory_bytes:
+        return {"predicted_bytes": predicted, "skipped": f"needs more than {SAFE_SHARE:.0%} of {memory_bytes} bytes"}
     peak = train_steps(rank, rows, recomputed_layers=layers, steps=1).peak_bytes
     return {"peak_bytes": peak, "predicted_bytes": predicted, "predicted_over_peak": predicted / peak if peak else None}
 

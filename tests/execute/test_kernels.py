@@ -22,9 +22,9 @@ from rayfcp.execute.devices.npu import NpuKernel
 from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, offsets_of, pick_kernel
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
-from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, TorchFlashKernel
+from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
 from tests.examples import examples
-from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_npu
+from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_flash4, fake_npu
 from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes
 
 few_examples = examples(25, suppress=[HealthCheck.function_scoped_fixture])
@@ -49,6 +49,9 @@ CASES = {
     "cpu": Case(make=CpuKernel, dtypes=tuple(BOUNDS)),
     "flash-attn 2": Case(make=lambda: on_cuda(FlashAttn2Kernel(fake_flash2)), dtypes=HALF),
     "flash-attn 3": Case(make=lambda: on_cuda(FlashAttn3Kernel(fake_flash3, sm_margin=8)), dtypes=HALF),
+    "flash-attn 4": Case(
+        make=lambda: on_cuda(FlashAttn4Kernel(fake_flash4, wide=FlashAttn2Kernel(fake_flash2))), dtypes=HALF
+    ),
     "torch's flash": Case(make=lambda: on_cuda(TorchFlashKernel()), dtypes=HALF),
     "cuDNN": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF, first=129),
     "cuDNN, short": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF),
@@ -129,9 +132,10 @@ def best(capability: tuple[int, int], sm_margin: int) -> AttentionKernel:
 
 @pytest.mark.usefixtures("stand_ins")
 def test_kernels_are_taken_by_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 3 on Hopper only, then 2, then cuDNN where its plans are kept and it agrees, then torch's flash."""
+    """flash-attn 3 on Hopper only, then 4 if it agrees, then 2, then cuDNN where its plans are kept and it agrees, then
+    torch's flash."""
     here: dict[str, object] = {}
-    monkeypatch.setattr(cuda, "_library", lambda names: here.get(names[0].partition(".")[0]))
+    monkeypatch.setattr(cuda, "_library", lambda names: here.get(names[0]))
     monkeypatch.setattr(cuda, "agrees", lambda *_, **__: here.get("agrees", False))
     monkeypatch.setattr(cuda, "keeps_plans", lambda: "cudnn" in here)
     hopper, ampere = (9, 0), (8, 0)
@@ -140,12 +144,16 @@ def test_kernels_are_taken_by_what_is_here(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(best(hopper, 0), TorchFlashKernel)
     here["agrees"] = True
     assert isinstance(best(hopper, 0), CudnnKernel) and isinstance(best(ampere, 0), TorchFlashKernel)
-    here["flash_attn"] = fake_flash2
+    here["flash_attn.flash_attn_interface"] = fake_flash2
     assert isinstance(best(hopper, 0), FlashAttn2Kernel)
     here["flash_attn_interface"] = fake_flash3
     assert isinstance(best(hopper, 8), FlashAttn3Kernel) and isinstance(best(ampere, 8), FlashAttn2Kernel)
-    all_of_them = [FlashAttn3Kernel, FlashAttn2Kernel, CudnnKernel, TorchFlashKernel]
+    here["flash_attn.cute.interface"] = fake_flash4
+    all_of_them = [FlashAttn3Kernel, FlashAttn4Kernel, FlashAttn2Kernel, CudnnKernel, TorchFlashKernel]
     assert [type(each) for each in half_kernels(hopper, 0)] == all_of_them
+    assert isinstance(best((10, 0), 0), FlashAttn4Kernel) and isinstance(best(ampere, 0), FlashAttn2Kernel)
+    here["agrees"] = False
+    assert isinstance(best((10, 0), 0), FlashAttn2Kernel)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -187,6 +195,18 @@ def test_a_library_that_cannot_be_imported_is_told_of(
     monkeypatch.syspath_prepend(tmp_path)
     assert cuda._library(cuda.FLASH_ATTN_3) is None
     assert "flash_attn_interface is installed but cannot be imported: undefined symbol: xyz" in caplog.text
+
+
+def test_packages_of_one_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """flash-attn 2 and 4 share the package `flash_attn`; either may be here without the other."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("found = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = cuda._library(cuda.FLASH_ATTN_2)
+    assert found is not None and found.found
+    assert cuda._library(cuda.FLASH_ATTN_4) is None and not caplog.text
 
 
 def test_fp64_on_cuda_is_refused() -> None:

@@ -38,7 +38,10 @@ SAME_EVERYWHERE = ("ray", "torch")
 
 TOKEN_PLACES = "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
 SLOWER = "torch's flash,"
-FASTER = "pip install 'rayfcp[flash-attn]' (needs a CUDA toolkit); on Hopper flash-attn 3, from hopper/ of its sources"
+FASTER = (
+    "on Hopper and Blackwell pip install flash-attn-4 (no build), or on Hopper flash-attn 3, from hopper/ of its "
+    "sources; elsewhere pip install 'rayfcp[flash-attn]' (needs a CUDA toolkit)"
+)
 
 Findings = Iterator[Finding]
 

@@ -1,8 +1,8 @@
 """NVIDIA GPUs through `torch.cuda` and NCCL.
 
 Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
-preference: flash-attn 3 (Hopper), flash-attn 2, torch's cuDNN kernels (Hopper, datacenter Blackwell), torch's own flash
-kernels. All take all pairs of a call in one launch.
+preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
+flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch.
 """
 
 import importlib
@@ -21,12 +21,13 @@ from rayfcp.execute.devices.backend import DeviceBackend
 from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, padded
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
-from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, TorchFlashKernel
+from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
 from rayfcp.values.devices import CUDA
 
 logger = logging.getLogger(__name__)
 
 FLASH_ATTN_2 = ("flash_attn.flash_attn_interface",)
+FLASH_ATTN_4 = ("flash_attn.cute.interface",)
 FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 """Modules of the packages; builds differ."""
 
@@ -66,10 +67,14 @@ def half_kernels(capability: tuple[int, int], sm_margin: int) -> Iterator[Attent
     """Kernels for fp16 and bf16 on a device of this compute capability, in order of preference."""
     if capability[0] == 9 and (library := _library(FLASH_ATTN_3)):
         yield FlashAttn3Kernel(library, sm_margin=sm_margin)
+    flash, is_newest = TorchFlashKernel(), capability[0] in (9, 10)
+    if is_newest and (library := _library(FLASH_ATTN_4)):
+        flash_4 = FlashAttn4Kernel(library, wide=flash)
+        if agrees(flash_4, flash, device="cuda"):
+            yield flash_4
     if library := _library(FLASH_ATTN_2):
         yield FlashAttn2Kernel(library)
-    flash = TorchFlashKernel()
-    if capability[0] in (9, 10) and keeps_plans():
+    if is_newest and keeps_plans():
         cudnn = CudnnKernel(short=flash)
         if agrees(cudnn, flash, device="cuda"):
             yield cudnn
@@ -84,6 +89,8 @@ def _library(names: tuple[str, ...]) -> Any | None:
         try:
             return importlib.import_module(name)
         except ImportError as error:
+            if error.name and name.startswith(error.name):
+                continue  # only another package of the same name is here
             logger.warning("%s is installed but cannot be imported: %s", name, " ".join(str(error).split())[:300])
     return None
 

@@ -104,7 +104,7 @@ def agrees(kernel: AttentionKernel, other: AttentionKernel, *, device: torch.dev
         try:
             out, lse = each.forward(query, key, value, pairs=pairs)
             found.append((out, lse, *each.backward(grad_out, query, key, value, out, lse, pairs=pairs)))
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             logger.warning("%s cannot be used here: %s", each.name, " ".join(str(error).split())[:300])
             return False
     close = (torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*found, strict=True))

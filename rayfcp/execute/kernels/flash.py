@@ -1,9 +1,10 @@
-"""Flash attention for CUDA: flash-attn 3 and 2, and torch's own kernels, in fp16 and bf16.
+"""Flash attention for CUDA: flash-attn 4, 3 and 2, and torch's own kernels, in fp16 and bf16.
 
 All pairs of a call in one launch; grouped-query heads, and strided views whose last dimension is contiguous, are
-supported. Sources: flash-attn 3's `hopper/flash_attn_interface.py` (`_flash_attn_forward`, `_flash_attn_backward`);
-flash-attn 2.8's `flash_attn/flash_attn_interface.py` (`_flash_attn_varlen_forward`, `_flash_attn_varlen_backward`,
-documented); torch's `native/transformers/cuda/attention.cu`, `attention_backward.cu`, `flash_attn/flash_api.cpp`
+supported. Sources: flash-attn 4's `flash_attn/cute/interface.py` (`_flash_attn_fwd`, `_flash_attn_bwd`); flash-attn 3's
+`hopper/flash_attn_interface.py` (`_flash_attn_forward`, `_flash_attn_backward`); flash-attn 2.8's
+`flash_attn/flash_attn_interface.py` (`_flash_attn_varlen_forward`, `_flash_attn_varlen_backward`, documented); torch's
+`native/transformers/cuda/attention.cu`, `attention_backward.cu`, `flash_attn/flash_api.cpp`
 (`aten::_flash_attention_forward/_backward`, which `torch.nn.attention.varlen` calls in the same way).
 """
 
@@ -12,7 +13,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels import Pairs, offsets_of, repeated
+from rayfcp.execute.kernels import AttentionKernel, Pairs, offsets_of, repeated
+
+MAX_FLASH_4_HEAD_DIM = 128
+"""Largest head_dim that flash-attn 4 takes on all devices that it supports."""
+
+
+class FlashAttn4Kernel:
+    """See `AttentionKernel`; for Hopper and datacenter Blackwell; head_dim is a multiple of 8. Compiled for each
+    combination of dtype, head_dim and mask at its first call.
+
+    Args:
+        library: the module `flash_attn.cute.interface`.
+        wide: takes larger head_dims.
+    """
+
+    name = "flash-attn 4"
+
+    def __init__(self, library: Any, *, wide: AttentionKernel) -> None:
+        self._library, self._wide = library, wide
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        if query.shape[-1] > MAX_FLASH_4_HEAD_DIM:
+            return self._wide.forward(query, key, value, pairs=pairs)
+        options = self._options(pairs, query.device)
+        out, lse, *_ = self._library._flash_attn_fwd(query, key, value, return_lse=True, **options)
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if query.shape[-1] > MAX_FLASH_4_HEAD_DIM:
+            return self._wide.backward(grad_out, query, key, value, out, lse, pairs=pairs)
+        lse, options = lse.transpose(0, 1).contiguous(), self._options(pairs, query.device)
+        dq, dk, dv, *_ = self._library._flash_attn_bwd(query, key, value, out, grad_out, lse, **options)
+        return dq, dk, dv
+
+    def _options(self, pairs: Pairs, device: torch.device) -> dict[str, Any]:
+        """Arguments of both passes."""
+        offsets = offsets_of(pairs, device=device)
+        return {
+            "softmax_scale": pairs.scale,
+            "causal": pairs.causal,
+            "cu_seqlens_q": offsets.query,
+            "cu_seqlens_k": offsets.key,
+            "max_seqlen_q": offsets.max_query,
+            "max_seqlen_k": offsets.max_key,
+        }
 
 
 class FlashAttn3Kernel:
