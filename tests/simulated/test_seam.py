@@ -11,6 +11,7 @@ ACTORS = {
     "planning/decoders",
     "planning/planner",
     "recovery/replication",
+    "workers/environment",
     "workers/lifetime",
     "workers/worker",
 }
