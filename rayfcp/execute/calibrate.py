@@ -19,6 +19,7 @@ from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.interpreter import Tokens
 from rayfcp.execute.kernels import Pairs, pick_kernel
+from rayfcp.execute.parallel.groups import all_gather
 from rayfcp.execute.parallel.membership import collective
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.program import RankProgram, lower
@@ -193,9 +194,7 @@ class _PartTimer:
         """An all-gather of `num_bytes` in total, in equal shards from all ranks."""
         own = torch.zeros(max(num_bytes // self.size, 1), dtype=torch.uint8, device=self._device)
         whole = torch.empty(len(own) * self.size, dtype=torch.uint8, device=self._device)
-        # torch 2.13 gave it a new name
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(whole, own, group=self._shard)
+        return lambda: all_gather(whole, own, group=self._shard)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._device, dtype=self._dtype)

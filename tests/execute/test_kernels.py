@@ -207,6 +207,9 @@ def test_packages_of_one_name_are_told_apart(
     found = cuda._library(cuda.FLASH_ATTN_2)
     assert found is not None and found.found
     assert cuda._library(cuda.FLASH_ATTN_4) is None and not caplog.text
+    (tmp_path / "flash_attn_interface.py").write_text("import flash_attn.missing")
+    assert cuda._library(cuda.FLASH_ATTN_3) is None
+    assert "flash_attn_interface is installed but cannot be imported" in caplog.text
 
 
 def test_fp64_on_cuda_is_refused() -> None:

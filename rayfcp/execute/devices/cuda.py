@@ -89,7 +89,7 @@ def _library(names: tuple[str, ...]) -> Any | None:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            if error.name and name.startswith(error.name):
+            if error.name and f"{name}.".startswith(f"{error.name}."):
                 continue  # only another package of the same name is here
             logger.warning("%s is installed but cannot be imported: %s", name, " ".join(str(error).split())[:300])
     return None

@@ -19,6 +19,19 @@ MAX_FLASH_4_HEAD_DIM = 128
 """Largest head_dim that flash-attn 4 takes on all devices that it supports."""
 
 
+def _options(pairs: Pairs, device: torch.device) -> dict[str, Any]:
+    """Arguments of both passes, as flash-attn 2 and 4 name them."""
+    offsets = offsets_of(pairs, device=device)
+    return {
+        "softmax_scale": pairs.scale,
+        "causal": pairs.causal,
+        "cu_seqlens_q": offsets.query,
+        "cu_seqlens_k": offsets.key,
+        "max_seqlen_q": offsets.max_query,
+        "max_seqlen_k": offsets.max_key,
+    }
+
+
 class FlashAttn4Kernel:
     """See `AttentionKernel`; for Hopper and datacenter Blackwell; head_dim is a multiple of 8. Compiled for each
     combination of dtype, head_dim and mask at its first call.
@@ -36,7 +49,7 @@ class FlashAttn4Kernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         if query.shape[-1] > MAX_FLASH_4_HEAD_DIM:
             return self._wide.forward(query, key, value, pairs=pairs)
-        options = self._options(pairs, query.device)
+        options = _options(pairs, query.device)
         out, lse, *_ = self._library._flash_attn_fwd(query, key, value, return_lse=True, **options)
         return out, lse.transpose(0, 1)
 
@@ -45,21 +58,9 @@ class FlashAttn4Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if query.shape[-1] > MAX_FLASH_4_HEAD_DIM:
             return self._wide.backward(grad_out, query, key, value, out, lse, pairs=pairs)
-        lse, options = lse.transpose(0, 1).contiguous(), self._options(pairs, query.device)
+        lse, options = lse.transpose(0, 1).contiguous(), _options(pairs, query.device)
         dq, dk, dv, *_ = self._library._flash_attn_bwd(query, key, value, out, grad_out, lse, **options)
         return dq, dk, dv
-
-    def _options(self, pairs: Pairs, device: torch.device) -> dict[str, Any]:
-        """Arguments of both passes."""
-        offsets = offsets_of(pairs, device=device)
-        return {
-            "softmax_scale": pairs.scale,
-            "causal": pairs.causal,
-            "cu_seqlens_q": offsets.query,
-            "cu_seqlens_k": offsets.key,
-            "max_seqlen_q": offsets.max_query,
-            "max_seqlen_k": offsets.max_key,
-        }
 
 
 class FlashAttn3Kernel:
@@ -115,7 +116,7 @@ class FlashAttn2Kernel:
         self._library = library
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        options = self._options(pairs, query.device)
+        options = _options(pairs, query.device) | {"dropout_p": 0.0}
         out, lse, *_ = self._library._flash_attn_varlen_forward(q=query, k=key, v=value, **options)
         return out, lse.transpose(0, 1)
 
@@ -123,25 +124,18 @@ class FlashAttn2Kernel:
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
-        plain = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+        plain = {
+            "dropout_p": 0.0,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        }
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "dq": dq, "dk": dk, "dv": dv}
         lse = lse.transpose(0, 1).contiguous()
-        options = self._options(pairs, query.device) | plain
+        options = _options(pairs, query.device) | plain
         self._library._flash_attn_varlen_backward(**tensors, softmax_lse=lse, deterministic=False, **options)
         return dq, dk, dv
-
-    def _options(self, pairs: Pairs, device: torch.device) -> dict[str, Any]:
-        """Arguments of both passes."""
-        offsets = offsets_of(pairs, device=device)
-        return {
-            "cu_seqlens_q": offsets.query,
-            "cu_seqlens_k": offsets.key,
-            "max_seqlen_q": offsets.max_query,
-            "max_seqlen_k": offsets.max_key,
-            "dropout_p": 0.0,
-            "softmax_scale": pairs.scale,
-            "causal": pairs.causal,
-        }
 
 
 class TorchFlashKernel:

@@ -21,6 +21,10 @@ CONTROL_TIMEOUT_S = 86_400.0
 """Timeout of the control channel, on which devices wait for the slowest checkpoint writer: a timeout would break the
 channel for good, and an abort of the groups ends a wait in vain."""
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Of one tensor each; torch 2.13 deprecates the former names."""
+
 POINT_TO_POINT = ("attend", "pipe_forward", "pipe_backward")
 """Channels that carry messages between two devices. NCCL opens each pair's connection, with buffers of its own, at the
 first message; the other channels run collectives only."""
@@ -167,10 +171,8 @@ def _warm(group: dist.ProcessGroup, device: torch.device, *, messages: bool) -> 
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     one, all_of_them = torch.zeros(1, device=device), torch.zeros(size, device=device)
     dist.all_reduce(one, group=group)  # each algorithm of NCCL has connections of its own
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    gather(all_of_them, one, group=group)
-    scatter(one, all_of_them, group=group)
+    all_gather(all_of_them, one, group=group)
+    reduce_scatter(one, all_of_them, group=group)
     for hop in range(1, size if messages else 1):
         swap(
             torch.zeros(1, device=device),

@@ -43,24 +43,22 @@ _LOSSES = re.compile("|".join(info.losses for info in DEVICES.values() if info.l
 
 def is_collective_failure(error: BaseException) -> bool:
     """True if an error, or one of its causes, came from an exchange between devices."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, CollectiveFailedError | dist.DistError | ConnectionError):
-            return True
-        if type(cause) is RuntimeError and _FAILURES.search(str(cause)):
-            return True
-        cause = cause.__cause__
-    return False
+    return any(
+        isinstance(each, CollectiveFailedError | dist.DistError | ConnectionError)
+        or (type(each) is RuntimeError and _FAILURES.search(str(each)))
+        for each in _with_causes(error)
+    )
 
 
 def is_device_loss(error: BaseException) -> bool:
     """True if an error, or one of its causes, says that this process's device is broken."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, RuntimeError) and _LOSSES.search(str(cause)):
-            return True
-        cause = cause.__cause__
-    return False
+    return any(isinstance(each, RuntimeError) and _LOSSES.search(str(each)) for each in _with_causes(error))
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def collective(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

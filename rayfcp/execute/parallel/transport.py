@@ -9,10 +9,11 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -120,20 +121,36 @@ class DistributedTransport(Transport):
             raise ValueError(
                 f"transport of rank {self.rank}: its process group is destroyed; make a new transport of a live group"
             )
-        batches: dict[int, list[dist.P2POp]] = defaultdict(list)
-        for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives)):
-            number: Counter[int] = Counter()  # of messages by peer; both ends count alike
-            for peer, tensor in envelopes:
-                batches[number[peer]].append(dist.P2POp(kind, tensor, group=group, group_peer=peer))
-                number[peer] += self._single
         if self._streams is None:
-            return _Works(_posted(batches), self._progress)
+            return _Works(self._posted(group, sends, receives), self._progress)
         with self.message_stream(after_compute=self._streams.current_stream() != self._stream):
-            return _Enqueued(_posted(batches), self._streams.Event())
+            return _Enqueued(self._posted(group, sends, receives), self._streams.Event())
+
+    def _posted(self, group: dist.ProcessGroup, sends: list[Envelope], receives: list[Envelope], /) -> list[dist.Work]:
+        batches = [(sends, receives)]
+        if self._single:  # both ends of a channel split alike
+            batches = list(zip_longest(_by_turns(sends), _by_turns(receives), fillvalue=[]))
+        works: list[dist.Work] = []
+        for batch in batches:
+            operations = [
+                dist.P2POp(kind, tensor, group=group, group_peer=peer)
+                for kind, envelopes in zip((dist.isend, dist.irecv), batch, strict=True)
+                for peer, tensor in envelopes
+            ]
+            works += dist.batch_isend_irecv(operations) if operations else []
+        return works
 
 
-def _posted(batches: Mapping[int, list[dist.P2POp]]) -> list[dist.Work]:
-    return [work for at in sorted(batches) for work in dist.batch_isend_irecv(batches[at])]
+def _by_turns(envelopes: list[Envelope]) -> list[list[Envelope]]:
+    """The first message of each peer, then the second of each, and so on."""
+    turns: list[list[Envelope]] = []
+    number: Counter[int] = Counter()
+    for peer, tensor in envelopes:
+        if number[peer] == len(turns):
+            turns.append([])
+        turns[number[peer]].append((peer, tensor))
+        number[peer] += 1
+    return turns
 
 
 def default_transport() -> DistributedTransport:

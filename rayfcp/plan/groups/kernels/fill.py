@@ -125,7 +125,7 @@ FULL = 0.97  # of the target: no fuller group is looked for
 
 @inner
 def _level(problem: SearchProblem, at: int, microbatch: int, first: int, target_s: float) -> bool:
-    """Into the emptiest group, if it fits tfill."""
+    """Into the emptiest group, if it fits there."""
     state, batch, prices = problem.state, problem.batch, problem.prices
     emptiest, least = -1, math.inf
     for group in range(first, state.counts[GROUPS]):
