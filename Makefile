@@ -14,7 +14,9 @@ TORCH_INDEX ?=
 SCHEDULES ?= 100000
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+# Modules are compiled when they are first imported: most of what is installed never is.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test kernels explore chaos check dashboards setup setup-dev packages clean
 

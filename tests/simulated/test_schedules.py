@@ -15,7 +15,8 @@ from tests.simulated.schedule import WEIGHT, Kind, draw
 from tests.simulated.world import ViolationError
 
 ROOT = Path(__file__).resolve().parents[2]
-CHUNKS, EACH = 20, 250
+CHUNKS, EACH = 8, 250
+"""Enough for every planted fault several times over; `make explore` runs 100,000 others."""
 
 ENOUGH = 150
 """Schedules within which a planted fault has to be found; see `python -m tests.simulated.planted` for how many it
