@@ -56,7 +56,6 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "pacing": {"paced": False},
     "heads shared": {"heads": 1},
     "coalesced rounds": {"coalesce": 1},
-    "third buffer": {"num_buffers": 2},
 }
 PIPELINE: Mapping[str, Mapping[str, Any]] = {
     "balanced chunks": {"chunking": "fixed"},

@@ -176,7 +176,7 @@ class BlockOptions(Section):
         default=None, description="ranks of a node that share heads; the best that plan.primitives allow if absent"
     )
     coalesce: Count | None = Field(default=None, description="rounds that run as one; the fewest that hide if absent")
-    num_buffers: int = Field(default=3, ge=2, description="phases of received transfers that a rank holds at once")
+    num_buffers: int = Field(default=2, ge=2, description="phases of received transfers that a rank holds at once")
     paced: bool = True
 
 
