@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import CostModel, plan_batch
+from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.groups.planner import JointSearch, problem_of
 from rayfcp.plan.groups.two_stage import Cuts, dynamic_program
@@ -67,6 +67,25 @@ def test_many_as_long_as_the_longest_run_in_rounds_of_all_ranks(count: int, num_
     assert joint.gap <= 1.03
     for baseline in ("static-cp", "dynamic-cp"):
         assert joint.predicted_s <= plan_batch(sequences, cluster=cluster, cost=cost, strategy=baseline).predicted_s
+
+
+def test_degrees_that_tile_a_node_beat_those_that_only_look_faster() -> None:
+    """16 groups of 3 ranks would be faster, if a node of 8 held more than two of them."""
+    sequences, cluster = batch_of([4096] * 16), ClusterSpec(num_ranks=48, max_tokens_per_rank=125_000)
+    cost = CostModel.from_profiles(
+        model_profile("llama3.2-3b"),
+        hardware_profile("h100"),
+        num_ranks=48,
+        recomputed_layers=28,
+        bytes_per_element=2,
+        reduce_every="step",
+    )
+    options = PlanConfig(primitives=("ring", "ulysses"))
+    joint, ulysses = (
+        plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options)
+        for name in ("flex-ring", "ulysses")
+    )
+    assert joint.predicted_s <= ulysses.predicted_s * (1 + 1e-9)
 
 
 @examples(12)

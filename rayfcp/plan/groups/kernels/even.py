@@ -9,7 +9,7 @@ from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.cut import _packed
 from rayfcp.plan.groups.kernels.price import _price
-from rayfcp.plan.groups.kernels.ranks import _allocate
+from rayfcp.plan.groups.kernels.ranks import _allocate, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
@@ -19,7 +19,6 @@ from rayfcp.plan.groups.kernels.state import (
     _join,
     _open,
     _open_pinned,
-    _sum_s,
 )
 from rayfcp.values.arrays import Ints
 
@@ -152,8 +151,8 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
 
 @inner_with_arrays
 def _allocate_all(problem: SearchProblem) -> float:
-    """Give ranks to the slowest in each microbatch; returns the seconds of the batch."""
-    spans = np.zeros(problem.state.counts[MICROBATCHES])
-    for microbatch in range(len(spans)):
-        spans[microbatch] = _allocate(problem, microbatch, 0)
-    return _sum_s(problem, spans)
+    """Give ranks to the slowest in each microbatch; returns the seconds of the batch where its groups lie: degrees that
+    tile a node are faster there than others that look better."""
+    for microbatch in range(problem.state.counts[MICROBATCHES]):
+        _allocate(problem, microbatch, 0)
+    return place(problem)
