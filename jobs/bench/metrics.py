@@ -43,7 +43,7 @@ from rayfcp.telemetry.metrics import MetricsExporter
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 GOAL = 0.01
 ASK_EVERY_S = 1.0
-RECORDING = ("observe_step", "set_standing_by", "set_snapshot", "set_speed", "observe_checkpoint")
+RECORDING = ("observe_step", "set_standing_by", "set_speed", "observe_checkpoint")
 WARM_UP = 4
 """First steps that are left out."""
 

@@ -24,7 +24,7 @@ from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.telemetry.summary import RunSummary, counted, number, percent, seconds, summarize
-from rayfcp.telemetry.trace import timeline_chart
+from rayfcp.telemetry.trace import PREDICTED, timeline_chart
 from rayfcp.values import StepReport
 
 
@@ -364,7 +364,7 @@ def _step_figures(*names: str) -> str:
 
 
 def _trace_note(timeline: Chart) -> str:
-    both = len(timeline["groups"]) > 1
+    both = any(group["name"].startswith(PREDICTED) for group in timeline["groups"])
     which = "Predicted by the simulator (fixed costs at the load) beside measured" if both else "As measured"
     return f"{which}, in the last steps of the run. trace.json holds all of it, for https://ui.perfetto.dev."
 

@@ -108,11 +108,17 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
             raise ConfigError(
                 f"model.path is {path!r}, which is not here, and no named model; name one of its shape in --model"
             )
-        return model_profile(known)
+        return _named(known, config)
     if path is None and config.model.name is not None:
-        return model_profile(config.model.name)
+        return _named(config.model.name, config)
     declared = config.model.architecture.vocab_size  # known without the tokenizer's files
     return described_model(config, vocab_size=declared or tokenizer_of(config.data).vocab_size)[1]
+
+
+def _named(name: str, config: Config) -> ModelProfile:
+    model = model_profile(name)
+    vision = model.vision and dataclasses.replace(model.vision, frozen=config.model.freeze_vision)
+    return dataclasses.replace(model, vision=vision)
 
 
 def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:
