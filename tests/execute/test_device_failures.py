@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rayfcp.cluster.workers import environment
 from rayfcp.execute.devices import cuda
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel import membership
@@ -174,13 +175,25 @@ def test_libraries_of_devices_find_their_environment_set_before_torch_is_importe
         "import rayfcp.cluster.workers.worker\n"
         "from rayfcp.cluster.workers.environment import set_environment\n"
         "assert 'torch' not in sys.modules, 'the worker imports torch before it sets the environment'\n"
-        "set_environment()\n"
-        "print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'], os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])\n"
+        "set_environment({'GPU': ['3'], 'NPU': [], 'TPU': ['0']})\n"
+        "names = 'TORCH_NCCL_ASYNC_ERROR_HANDLING', 'CUDA_DEVICE_MAX_CONNECTIONS', 'CUDA_VISIBLE_DEVICES'\n"
+        "print(*map(os.environ.get, (*names, 'ASCEND_RT_VISIBLE_DEVICES')))\n"
     )
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    environment.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (0, "0 1\n"), done.stderr  # what the user sets stays
+    variables = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    variables.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 1 3 None\n"), done.stderr  # what the user sets stays
+
+
+def test_interfaces_are_named_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name alone is a prefix to NCCL and HCCL."""
+    for name in ("GLOO", "NCCL", "HCCL"):
+        monkeypatch.delenv(f"{name}_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(environment.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth10"), (3, "eth1")])
+    monkeypatch.setattr(environment, "_address_of", {"lo": "127.0.0.1", "eth10": "10.0.0.2", "eth1": "10.1.0.2"}.get)
+    environment.use_interface("10.1.0.1", own_address="10.1.0.2")
+    found = {name: os.environ.pop(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL", "HCCL")}
+    assert found == {"GLOO": "eth1", "NCCL": "=eth1", "HCCL": "=eth1"}
 
 
 def test_settings_have_reasons_and_one_value() -> None:
