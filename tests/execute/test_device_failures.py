@@ -16,6 +16,7 @@ from rayfcp.cluster.workers import environment
 from rayfcp.execute.devices import cuda
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel import membership
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.membership import Membership, collective, is_collective_failure, is_device_loss
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.execute.reports import DeviceLostError
@@ -86,13 +87,39 @@ def test_all_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert ended == [True]
 
 
-def test_memory_is_returned_to_the_device_between_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communicators of the next generation allocate beside torch's cache, which may hold all of it."""
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    monkeypatch.setattr(membership.gc, "collect", lambda: calls.append("collect"))
-    Membership(torch.device("cuda"), start_timeout_s=1.0, collective_timeout_s=1.0).collect()
-    assert calls == ["collect", "empty"]
+def test_recovery_keeps_to_the_sequence_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All communicators are aborted (User Guide, "Fault Tolerance"), their groups dropped, torch's cache emptied, since
+    communicators allocate beside it, and only then others made, under another prefix of the store."""
+    events: list[str] = []
+    world, store = SimpleNamespace(pg_map={}), dist.HashStore()
+
+    def make_groups(*, store: Any, **_: Any) -> None:
+        store().set("unique id", "made")
+        barrier = threading.Barrier(3, action=lambda: events.append("all groups are told to abort"))
+        world.pg_map = dict.fromkeys(Group(barrier) for _ in range(3))
+        events.append("groups are made")
+
+    def clean_up() -> None:
+        world.pg_map = {}
+        events.append("groups are dropped")
+
+    monkeypatch.setattr(membership, "join_process_groups", make_groups)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", clean_up)
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(world.pg_map))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("cache is emptied"))
+    monkeypatch.setattr(membership.gc, "collect", lambda: events.append("garbage is collected"))
+    member = Membership(torch.device("cuda"), start_timeout_s=1.0, collective_timeout_s=1.0)
+    for generation in (1, 2):
+        member.forget()
+        prefix = f"generation-{generation}"
+        member.join(MeshPosition(rank=0, num_ranks=1), store=lambda prefix=prefix: dist.PrefixStore(prefix, store))
+        member.abort()
+        member.abort()  # repeated until the exchanges have ended
+        assert member.is_aborted
+    ended = ["all groups are told to abort", "groups are dropped"]
+    assert events == ["groups are made", *ended, "garbage is collected", "cache is emptied", "groups are made", *ended]
+    assert all(store.get(f"generation-{generation}/unique id") == b"made" for generation in (1, 2))
 
 
 class Cudart:
