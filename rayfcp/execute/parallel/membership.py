@@ -201,6 +201,9 @@ def _ends(connection: socket.socket) -> list[bytes]:
 
 logger = logging.getLogger(__name__)
 
+SHARDING_CACHES = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+"""Functions of `torch.distributed.tensor.debug` that clear caches, since torch 2.10."""
+
 
 class Membership:
     """Membership of this process's device in at most one generation at a time; `groups` is None outside. The other
@@ -274,8 +277,9 @@ class Membership:
         """Free what torch caches of a generation, memory included. Cached shardings would keep its groups alive; and
         meshes of two generations compare equal if their device numbers do, though this process may have another number
         now."""
-        tensor_debug._clear_sharding_prop_cache()
-        getattr(_redistribute, "_planner_cache", {}).clear()  # in some releases of torch
+        for name in SHARDING_CACHES:
+            getattr(tensor_debug, name, lambda: None)()
+        getattr(_redistribute, "_planner_cache", {}).clear()
         for cache in self._caches:
             cache.cache_clear()
         gc.collect()
