@@ -7,7 +7,8 @@ launches does not depend on them.
 import importlib
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import totals
 from rayfcp.execute.parallel import groups
 from rayfcp.execute.parallel.groups import POINT_TO_POINT, MeshPosition, join_process_groups, leave_process_groups
-from rayfcp.execute.parallel.transport import DistributedTransport
+from rayfcp.execute.parallel.transport import DistributedTransport, _by_turns
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
@@ -121,21 +122,41 @@ def _channel(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
     return group.group_desc, tuple(dist.get_process_group_ranks(group))
 
 
-def _record_all(_number: int, _client: dist.Store, cases: Sequence[StagedCase]) -> list[list[list[Event]]]:
-    """Events by case, then device."""
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Events of all devices of a run: as they join, and in one step, its last sums included."""
+
+    joining: list[list[Event]]
+    step: list[list[Event]]
+
+
+def _record_all(_number: int, _client: dist.Store, cases: Sequence[StagedCase]) -> list[Recorded]:
+    """Events of each case."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known
     groups.DEVICES = {"cpu": replace(CPU, group_backend="fake")}
     found = []
     for case in cases:
         num_devices = case.plan.num_ranks * len(case.layers_of_stage)
-        found.append([_record(case, device) for device in range(num_devices)])
+        joining, step = zip(*(_record(case, device) for device in range(num_devices)), strict=True)
+        found.append(Recorded(joining=list(joining), step=list(step)))
     return found
 
 
-def _record(case: StagedCase, device: int) -> list[Event]:
-    """One step of one device, its last sums included."""
+@contextmanager
+def recording() -> Iterator[list[Event]]:
+    """Events inside."""
+    recorder, batch = Recorder(), dist.batch_isend_irecv
+    dist.batch_isend_irecv = recorder.batch
+    with recorder:
+        yield recorder.events
+    dist.batch_isend_irecv = batch
+
+
+def _record(case: StagedCase, device: int) -> tuple[list[Event], list[Event]]:
+    """Of one device: as it joins, and in a step."""
     position = MeshPosition.of(device, num_ranks=case.plan.num_ranks, num_stages=len(case.layers_of_stage))
-    world = join_process_groups(position=position, store=dist.HashStore, device=torch.device("cpu"), timeout_s=60)
+    with recording() as joining:
+        world = join_process_groups(position=position, store=dist.HashStore, device=torch.device("cpu"), timeout_s=60)
     made = set(dist.distributed_c10d._world.pg_map)
     model = sharded_model(
         case.library, run=case.run, seed=SEED, world=world, layers_of_stage=case.layers_of_stage, empty=True
@@ -146,15 +167,12 @@ def _record(case: StagedCase, device: int) -> list[Event]:
         model=model,
         pipes=pipes_of(world, dtype=case.run.dtype),
     )
-    recorder, batch = Recorder(), dist.batch_isend_irecv
-    dist.batch_isend_irecv = recorder.batch
-    with recorder:
+    with recording() as step:
         done = interpreter.run(case.programs[device], CaseTokens(case), loss_scale=1.0)
         totals(world, model, loss_sum=done.loss_sum)
-    dist.batch_isend_irecv = batch
     assert set(dist.distributed_c10d._world.pg_map) == made, "a group made in a step, whose communicator would be new"
     leave_process_groups(world)
-    return recorder.events
+    return joining, step
 
 
 def planned(strategy: str, layers: tuple[int, ...]) -> StagedCase:
@@ -177,8 +195,8 @@ def planned(strategy: str, layers: tuple[int, ...]) -> StagedCase:
 
 
 @cache
-def recorded() -> dict[str, list[list[Event]]]:
-    """Events of each strategy, by device; of those with the same programs, recorded once."""
+def recorded() -> dict[str, Recorded]:
+    """Events of each strategy; of those with the same programs, recorded once."""
     cases = {name: planned(name, LAYERS) for name in FLAT} | {name: planned(name, STAGED_LAYERS) for name in STAGED}
     of_name = {name: tuple(program.instructions for program in case.programs) for name, case in cases.items()}
     distinct = {of_name[name]: case for name, case in cases.items()}
@@ -244,32 +262,78 @@ def batches_with(peer: int, found: Sequence[Launch]) -> list[Counter[Message]]:
 def test_launches_meet(strategy: str) -> None:
     """Collectives of a communicator come in one order on all devices; a batch of messages meets one batch of each peer,
     whole."""
-    devices = recorded()[strategy]
+    devices = recorded()[strategy].step
     channels = {launch.channel for events in devices for launch in launches(events)}
     assert {name for name, _ in channels} >= {"shard", "attend"}
     for name, members in channels:
         of_channel = [[each for each in launches(devices[at]) if each.channel == (name, members)] for at in members]
         collectives = [[each.what for each in found if each.what] for found in of_channel]
         assert all(each == collectives[0] for each in collectives), name
-        assert name in POINT_TO_POINT or not any(each.sends or each.receives for found in of_channel for each in found)
         for (one, mine), (other, theirs) in itertools.combinations(zip(members, of_channel, strict=True), 2):
             assert batches_with(other, mine) == batches_with(one, theirs), (name, one, other)
+
+
+def used(events: Sequence[Event]) -> set[tuple[Any, ...]]:
+    """What a device needs connections for: kinds of collectives and peers, by channel."""
+    found: set[tuple[Any, ...]] = set()
+    for launch in launches(events):
+        messages = {each[:2] for each in (*launch.sends, *launch.receives)}
+        found |= {(launch.channel, each) for each in messages} or {(launch.channel, launch.what.split()[0])}
+    return found
+
+
+@pytest.mark.parametrize("strategy", [*FLAT, *STAGED])
+def test_connections_are_opened_as_devices_join(strategy: str) -> None:
+    """All that a step uses, and none between two devices on channels of collectives. Groups are made in one order."""
+    run = recorded()[strategy]
+    for device, (joining, step) in enumerate(zip(run.joining, run.step, strict=True)):
+        opened = used(joining)
+        assert used(step) <= opened
+        for name, members in {channel for channel, _ in opened}:
+            peers = set(members) - {device} if name in POINT_TO_POINT else set()
+            pairs = {what for channel, what in opened if channel == (name, members) and isinstance(what, tuple)}
+            assert pairs == {pair for peer in peers for pair in ((device, peer), (peer, device))}
+    assert ends(run.joining, fit=False)
+
+
+def in_turns(events: Sequence[Event]) -> Iterator[Event]:
+    """The events with batches split as for HCCL, which refuses two messages to or from one device in a batch."""
+    first = [0]  # launch of each batch's first turn
+    for event in events:
+        if isinstance(event, int):
+            yield from range(first[event], first[event + 1])
+            continue
+        sends = _by_turns([(each.target, each) for each in event.sends])
+        receives = _by_turns([(each.source, each) for each in event.receives])
+        turns = [
+            tuple(tuple(message for _, message in way) for way in turn)
+            for turn in itertools.zip_longest(sends, receives, fillvalue=())
+        ]
+        assert all(len({each[:2] for each in way}) == len(way) for turn in turns for way in turn)
+        yield from [replace(event, sends=turn[0], receives=turn[1]) for turn in turns] or [event]
+        first.append(first[-1] + max(1, len(turns)))
+
+
+@pytest.mark.parametrize("strategy", [*FLAT, *STAGED])
+def test_messages_end_in_turns(strategy: str) -> None:
+    devices = [list(in_turns(events)) for events in recorded()[strategy].step]
+    assert ends(devices, fit=True) and (strategy in STAGED or ends(devices, fit=False))
 
 
 @pytest.mark.parametrize("strategy", [*FLAT, *STAGED])
 def test_kernels_end_when_those_of_all_communicators_fit(strategy: str) -> None:
     """`group_options` sees to that."""
-    assert ends(recorded()[strategy], fit=True)
+    assert ends(recorded()[strategy].step, fit=True)
 
 
 @pytest.mark.parametrize("strategy", FLAT)
 def test_without_stages_kernels_end_one_at_a_time(strategy: str) -> None:
     """There is one order of the launches on all communicators of which each device has a subsequence."""
-    assert ends(recorded()[strategy], fit=False)
+    assert ends(recorded()[strategy].step, fit=False)
 
 
 def test_stages_need_kernels_of_two_communicators_at_once() -> None:
-    assert not all(ends(recorded()[strategy], fit=False) for strategy in STAGED)
+    assert not all(ends(recorded()[strategy].step, fit=False) for strategy in STAGED)
 
 
 def test_orders_that_differ_are_found() -> None:
