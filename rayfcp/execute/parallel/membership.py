@@ -169,6 +169,12 @@ class RendezvousClient(dist.Store):
     def num_keys(self) -> int:
         return self._store.num_keys()
 
+    def clone(self) -> dist.Store:
+        return self
+
+    # By these names torch's C++ parts find them; HCCL's groups delete their keys.
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
 
 def _connections() -> Iterator[socket.socket]:
     """Duplicated handles of all TCP connections of this process."""
