@@ -6,6 +6,8 @@ The programs of all ranks and stages are replayed together, without tags:
   exchanges keys, values and gradients with them; recomputed layers repeat their forward rounds inside the backward
   pass. A rank leaves a pass when all its messages have met, so passes are checked one by one, and since all stages
   attend alike (`check_order`), one stage stands for all;
+- a rank posts the messages of a round as one group call, which NCCL and HCCL run as one kernel. The sends and receives
+  of all ranks in one round are a complete matching, so each group call meets only group calls of the same round;
 - so does the vision encoder, and then exchanges features, whose gradients take the same rounds back at the end of the
   backward pass;
 - the same rank of neighbouring stages hands activations on through one channel and gradients back through another.
@@ -14,6 +16,12 @@ The programs of all ranks and stages are replayed together, without tags:
   passes and hand-overs in one order (`check_order`), so one rank stands for all.
 
 Messages travel on channels without tags (`Channel`), for the validator and the simulator as well.
+
+Two communicators of one device need no common order: the kernels of all of them fit on it together
+(`rayfcp.execute.devices.cuda.CudaBackend.group_options`), so none is kept from starting by one that waits. Without
+pipeline stages there is one, nevertheless: passes, layers and rounds come in the same order on all ranks, and each
+device starts a subsequence of their gathers, reductions and messages. With stages, one that runs forward passes ahead
+sends activations before it receives gradients, and its neighbour has them the other way round.
 """
 
 from collections import defaultdict, deque
@@ -67,15 +75,8 @@ def _check_pass(parts: Sequence[AttentionProgram | HeadProgram], *, backward: bo
         for rank, part in enumerate(parts):
             if isinstance(part, HeadProgram):
                 rounds[rank] = head_rounds(part, rank=rank, backward=backward)
-    channel = attention_channel(rounds)
-    if channel.out_of_step() and (stuck := stuck_at(rounds, channel.matches())):
-        rank, at = stuck
-        step = rounds[rank][at]
-        targets, sources = ([message.peer for message in each] for each in (step.sends, step.receives))
-        raise ValueError(
-            f"rank {rank} would wait forever at an exchange that sends to {targets} and receives from {sources}, "
-            f"in {name}; the ranks' programs disagree, lower one plan for all"
-        )
+    if problem := attention_channel(rounds).out_of_step():
+        raise ValueError(f"{problem}, in {name}; the ranks' programs disagree, lower one plan for all")
 
 
 def _agrees(part: HeadProgram, parts: Sequence[AttentionProgram | HeadProgram]) -> bool:
@@ -155,16 +156,22 @@ class Channel(Generic[T]):
                 f"{len(self._expected[source, target])} of; lower one plan for all ranks"
             )
 
-    def out_of_step(self) -> RankPair | None:
-        """The first pair of ranks with a message that only one of them has, that they post in different rounds, or that
-        a rank sends to itself; None if all ranks pass the rounds together.
+    def out_of_step(self) -> str | None:
+        """The first pair of ranks whose messages are not group calls of the same rounds, in words: a message that only
+        one of them has, that they post in different rounds, or that a rank sends to itself. None if all ranks pass the
+        rounds together.
 
         Raises:
             ValueError: as `matches`.
         """
-        wrong = self._unmatched()
-        wrong += [(source, target) for source, target, at, due, _, _ in self.matches() if at != due or source == target]
-        return min(wrong, default=None)
+        wrong = {pair: "only one of them has all messages" for pair in self._unmatched()}
+        for source, target, at, due, _, _ in self.matches():
+            if at != due or source == target:
+                wrong.setdefault((source, target), f"the sender's is round {at}, the receiver's round {due}")
+        if not wrong:
+            return None
+        source, target = min(wrong)
+        return f"messages from rank {source} to rank {target} do not meet in one round: {wrong[source, target]}"
 
     def _unmatched(self) -> list[RankPair]:
         """Pairs of ranks with a message that only one of them has."""
@@ -186,37 +193,13 @@ def attention_channel(rounds: Sequence[Sequence[AttentionRound]]) -> Channel[Mes
     return channel
 
 
-def stuck_at(rounds: Sequence[Sequence[AttentionRound]], matches: Iterable[Match[T]]) -> tuple[int, int] | None:
-    """The first rank that never ends, and the round that it cannot leave, when sends are rendezvous: a message travels
-    once both ends have come to its round, and a rank leaves a round when all of its messages travelled."""
-    left = [[len(step.sends) + len(step.receives) for step in steps] for steps in rounds]
-    at, waiting, moved = [0] * len(rounds), list(matches), True
-    while moved:
-        for rank, counts in enumerate(left):
-            while at[rank] < len(counts) and counts[at[rank]] == 0:
-                at[rank] += 1
-        due, waiting = waiting, []
-        for match in due:
-            source, target, sent_round, expected_round, _, _ = match
-            if at[source] >= sent_round and at[target] >= expected_round:
-                left[source][sent_round] -= 1
-                left[target][expected_round] -= 1
-            else:
-                waiting.append(match)
-        moved = len(waiting) < len(due)
-    return next(((rank, done) for rank, done in enumerate(at) if done < len(rounds[rank])), None)
-
-
 def _check_exchange(items: Sequence[Encode]) -> None:
     """All ranks post the features of one microbatch that travel between them in the same rounds."""
     channel = Channel[ReshuffleMessage]()
     for rank, item in enumerate(items):
         for at, step in enumerate(item.features.rounds):
             channel.post(rank, at, sends=filter(None, [step.send]), receives=filter(None, [step.receive]))
-    ranks, counts = channel.out_of_step(), {len(item.features.rounds) for item in items}
-    if ranks or len(counts) > 1:
-        raise ValueError(
-            f"microbatch {items[0].microbatch}: "
-            + (f"ranks {ranks} post features in different rounds" if ranks else f"ranks have {sorted(counts)} rounds")
-            + ", one would wait forever; lower one plan for all"
-        )
+    counts = {len(item.features.rounds) for item in items}
+    problem = channel.out_of_step() or (f"ranks have {sorted(counts)} rounds" if len(counts) > 1 else None)
+    if problem:
+        raise ValueError(f"features of microbatch {items[0].microbatch}: {problem}; lower one plan for all")

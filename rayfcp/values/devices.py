@@ -45,6 +45,8 @@ class DeviceInfo:
     """Remedy if torch does not see the device."""
     environment: tuple[Setting, ...] = ()
     """Set in worker processes before torch is imported, unless the user has set them."""
+    visible_devices: str = ""
+    """Environment variable with the devices that a process sees, which each worker sets to its own one."""
     single_message_per_peer: bool = False
     """A batch of point-to-point messages may hold one to and one from each peer."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
@@ -90,15 +92,25 @@ CUDA = DeviceInfo(
     install="install the driver and torch's CUDA build; in a container, run it with the GPUs (--gpus all)",
     environment=(
         Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "NCCL's watchdog would end survivors that recover in place"),
+        Setting(
+            "TORCH_NCCL_BLOCKING_WAIT", "0", "the host would wait for each gather and message instead of enqueueing"
+        ),
         Setting("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "an aborted communicator would end the process"),
         Setting("TORCH_NCCL_ENABLE_MONITORING", "0", "the heartbeat monitor would end a process that recovers"),
         Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "its threads would poll the rendezvous store of a past generation"),
         Setting("NCCL_NVLS_ENABLE", "0", "buffers of NVLink SHARP are not freed when a communicator is aborted"),
         Setting(
+            "NCCL_LAUNCH_ORDER_IMPLICIT",
+            "0",
+            "kernels would start in the host's order: gathers behind messages, and before CUDA 12.3 one at a time, so "
+            "that pipeline stages would wait for each other",
+        ),
+        Setting(
             "CUDA_DEVICE_MAX_CONNECTIONS", "32", "with 8 hardware queues, 9 to 14 streams would wait for each other"
         ),
         Setting("PYTORCH_ALLOC_CONF", "expandable_segments:True", "batches of many lengths would fragment memory"),
     ),
+    visible_devices="CUDA_VISIBLE_DEVICES",
     peak_flops={  # without a suffix: the SXM module
         "B200": 2250e12,
         "H200": 989e12,
@@ -128,6 +140,7 @@ NPU = DeviceInfo(
         Setting("HCCL_ASYNC_ERROR_HANDLING", "0", "the watchdog would end survivors that recover in place"),
         Setting("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "batches of many lengths would fragment memory"),
     ),
+    visible_devices="ASCEND_RT_VISIBLE_DEVICES",
     # HcclBatchSendRecv up to CANN 8.5 takes no "duplicate sending or receiving tasks pointed to the same rank".
     single_message_per_peer=True,
     # A 910C package, which names itself 910_93.., has two dies and shows as two devices.

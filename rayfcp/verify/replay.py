@@ -166,7 +166,7 @@ class Replay:
         arriving: dict[int, list[Match[Message]]] = defaultdict(list)
         channel = attention_channel(rounds)
         if wrong := channel.out_of_step():
-            raise ValueError(f"messages from rank {wrong[0]} to rank {wrong[1]} do not meet in their rounds")
+            raise ValueError(wrong)
         for match in channel.matches():
             arriving[match[2]].append(match)
         for index in range(max(map(len, rounds))):

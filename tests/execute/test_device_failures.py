@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rayfcp.cluster.workers import environment
 from rayfcp.execute.devices import cuda
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel import membership
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.membership import Membership, collective, is_collective_failure, is_device_loss
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.execute.reports import DeviceLostError
@@ -85,13 +87,39 @@ def test_all_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert ended == [True]
 
 
-def test_memory_is_returned_to_the_device_between_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communicators of the next generation allocate beside torch's cache, which may hold all of it."""
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    monkeypatch.setattr(membership.gc, "collect", lambda: calls.append("collect"))
-    Membership(torch.device("cuda"), start_timeout_s=1.0, collective_timeout_s=1.0).collect()
-    assert calls == ["collect", "empty"]
+def test_recovery_keeps_to_the_sequence_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All communicators are aborted (User Guide, "Fault Tolerance"), their groups dropped, torch's cache emptied, since
+    communicators allocate beside it, and only then others made, under another prefix of the store."""
+    events: list[str] = []
+    world, store = SimpleNamespace(pg_map={}), dist.HashStore()
+
+    def make_groups(*, store: Any, **_: Any) -> None:
+        store().set("unique id", "made")
+        barrier = threading.Barrier(3, action=lambda: events.append("all groups are told to abort"))
+        world.pg_map = dict.fromkeys(Group(barrier) for _ in range(3))
+        events.append("groups are made")
+
+    def clean_up() -> None:
+        world.pg_map = {}
+        events.append("groups are dropped")
+
+    monkeypatch.setattr(membership, "join_process_groups", make_groups)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", clean_up)
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(world.pg_map))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("cache is emptied"))
+    monkeypatch.setattr(membership.gc, "collect", lambda: events.append("garbage is collected"))
+    member = Membership(torch.device("cuda"), start_timeout_s=1.0, collective_timeout_s=1.0)
+    for generation in (1, 2):
+        member.forget()
+        prefix = f"generation-{generation}"
+        member.join(MeshPosition(rank=0, num_ranks=1), store=lambda prefix=prefix: dist.PrefixStore(prefix, store))
+        member.abort()
+        member.abort()  # repeated until the exchanges have ended
+        assert member.is_aborted
+    ended = ["all groups are told to abort", "groups are dropped"]
+    assert events == ["groups are made", *ended, "garbage is collected", "cache is emptied", "groups are made", *ended]
+    assert all(store.get(f"generation-{generation}/unique id") == b"made" for generation in (1, 2))
 
 
 class Cudart:
@@ -174,13 +202,25 @@ def test_libraries_of_devices_find_their_environment_set_before_torch_is_importe
         "import rayfcp.cluster.workers.worker\n"
         "from rayfcp.cluster.workers.environment import set_environment\n"
         "assert 'torch' not in sys.modules, 'the worker imports torch before it sets the environment'\n"
-        "set_environment()\n"
-        "print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'], os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])\n"
+        "set_environment({'GPU': ['3'], 'NPU': [], 'TPU': ['0']})\n"
+        "names = 'TORCH_NCCL_ASYNC_ERROR_HANDLING', 'CUDA_DEVICE_MAX_CONNECTIONS', 'CUDA_VISIBLE_DEVICES'\n"
+        "print(*map(os.environ.get, (*names, 'ASCEND_RT_VISIBLE_DEVICES')))\n"
     )
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    environment.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (0, "0 1\n"), done.stderr  # what the user sets stays
+    variables = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    variables.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 1 3 None\n"), done.stderr  # what the user sets stays
+
+
+def test_interfaces_are_named_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name alone is a prefix to NCCL and HCCL."""
+    for name in ("GLOO", "NCCL", "HCCL"):
+        monkeypatch.delenv(f"{name}_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(environment.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth10"), (3, "eth1")])
+    monkeypatch.setattr(environment, "_address_of", {"lo": "127.0.0.1", "eth10": "10.0.0.2", "eth1": "10.1.0.2"}.get)
+    environment.use_interface("10.1.0.1", own_address="10.1.0.2")
+    found = {name: os.environ.pop(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL", "HCCL")}
+    assert found == {"GLOO": "eth1", "NCCL": "=eth1", "HCCL": "=eth1"}
 
 
 def test_settings_have_reasons_and_one_value() -> None:

@@ -139,10 +139,33 @@ class Options:
         self.is_high_priority_stream, self.config = is_high_priority_stream, Options.Config()
 
 
-def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sms", "communicators", "reserved", "limit"),
+    [
+        (132, 2, 0, None),  # H100: shard, attend
+        (132, 4, 0, 32),  # with pipeline stages
+        (132, 5, 0, 16),  # and tensor parallelism
+        (108, 4, 0, 16),  # A100
+        (58, 2, 0, 16),  # L4
+        (132, 2, 8, 8),
+        (132, 4, 20, 16),  # NCCL would take 32 for messages
+        (132, 4, 1000, 32),
+        (None, 2, 1000, MAX_COMMUNICATION_SMS),
+        (None, 2, 0, None),
+    ],
+)
+def test_kernels_of_all_communicators_fit_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, sms: int | None, communicators: int, reserved: int, limit: int | None
+) -> None:
+    """`sms`: None if there is no device. NCCL's own choice stands where its largest one fits."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    cuda, plain = backend_of("cuda"), backend_of("cuda").group_options(communication_sms=0)
-    assert plain.is_high_priority_stream and not hasattr(plain.config, "max_ctas")
-    assert cuda.group_options(communication_sms=8).config.max_ctas == 8
-    assert cuda.group_options(communication_sms=1000).config.max_ctas == MAX_COMMUNICATION_SMS
-    assert [backend_of(kind).group_options(communication_sms=8) for kind in ("cpu", "npu")] == [None, None]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sms is not None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=sms), raising=False
+    )
+    options = backend_of("cuda").group_options(communication_sms=reserved, communicators=communicators)
+    assert options.is_high_priority_stream and getattr(options.config, "max_ctas", None) == limit
+    if limit and sms:
+        assert communicators * limit <= sms
+    others = [backend_of(kind).group_options(communication_sms=8, communicators=2) for kind in ("cpu", "npu")]
+    assert others == [None, None]

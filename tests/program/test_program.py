@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
-from rayfcp.program import Backward, Forward, Payload, check_progress, lower
+from rayfcp.program import AttentionRound, Backward, Forward, Payload, check_progress, lower
 from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Round, Transfer
 from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
@@ -112,6 +112,21 @@ def test_programs_of_different_plans_do_not_mix() -> None:
     programs = list(lower(plan, sequences))
     programs[1] = replace(programs[1], plan_hash="0" * 16)
     with pytest.raises(ValueError, match="plan_hash differs"):
+        check_progress(programs)
+
+
+def test_messages_that_do_not_meet_in_one_round_are_refused() -> None:
+    """They would end, since each rank waits in its own round: but a group call would meet two of another rank."""
+    plan, sequences, _, _ = ring_plan()
+    programs = list(lower(plan, sequences))
+    items = [
+        replace(item, attention=replace(item.attention, forward=(AttentionRound(), *item.attention.forward)))
+        if isinstance(item, Forward) and item.attention.forward
+        else item
+        for item in programs[1].instructions
+    ]
+    programs[1] = replace(programs[1], instructions=tuple(items))
+    with pytest.raises(ValueError, match=r"do not meet in one round: the sender's is round \d, the receiver's"):
         check_progress(programs)
 
 

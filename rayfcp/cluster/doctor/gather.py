@@ -94,7 +94,8 @@ def num_parameters(config: Config) -> int | None:
 
 def accelerators(device: str) -> Accelerators:
     """Devices that torch sees in a process without visible-device restrictions."""
-    command = ["env", "-u", "CUDA_VISIBLE_DEVICES", "-u", "ASCEND_RT_VISIBLE_DEVICES"]
+    hidden = [info.visible_devices for info in DEVICES.values() if info.visible_devices]
+    command = ["env", *(part for name in hidden for part in ("-u", name))]
     command += [f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", sys.executable]
     command += ["-m", "rayfcp.cluster.doctor.probe", device]
     try:

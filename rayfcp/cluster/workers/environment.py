@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from rayfcp.cluster.workers.facts import LOOPBACK
@@ -14,18 +15,24 @@ _SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (netdevice(7))."""
 
 
-def set_environment() -> None:
+def set_environment(granted: Mapping[str, Sequence[str]]) -> None:
     """Set what the devices' libraries need for recovery in place and for speed, unless the user set it. Must be called
-    before torch is imported; variables of devices that are not here do nothing."""
+    before torch is imported; variables of devices that are not here do nothing.
+
+    The process sees only the devices that Ray granted it (numbers by resource), also where Ray is told not to see to
+    that. NCCL uses peer access to devices of other processes all the same (its `transport/p2p.cc`, CUDA 10.1 or newer).
+    """
     for info in DEVICES.values():
         for setting in info.environment:
             os.environ.setdefault(setting.name, setting.value)
+        if numbers := granted.get(info.resource or ""):
+            os.environ[info.visible_devices] = ",".join(numbers)
 
 
 def use_interface(host: str, *, own_address: str) -> None:
-    """Let gloo and NCCL's bootstrap use the interface with `own_address`, or the loopback if the rendezvous is there,
-    unless the user chose one. By themselves they take the address of the host's name, which may be a loopback on nodes
-    of a cluster, and NCCL the first interface, which may be a container bridge."""
+    """Let gloo and the bootstrap of NCCL and HCCL use the interface with `own_address`, or the loopback if the
+    rendezvous is there, unless the user chose one. By itself gloo takes the address of the host's name, which may be
+    a loopback on nodes of a cluster, and the others the first interface, which may be a container bridge."""
     names = [name for _, name in socket.if_nameindex()]
     if host == LOOPBACK:
         found = "lo" if "lo" in names else "lo0"
@@ -33,7 +40,8 @@ def use_interface(host: str, *, own_address: str) -> None:
         found = next((name for name in names if _address_of(name) == own_address), "")
     if found:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
+        for library in ("NCCL", "HCCL"):  # without the second "=", eth1 would be eth10 and eth11 too
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", f"={found}")
 
 
 def _address_of(interface: str) -> str:

@@ -57,7 +57,9 @@ class DeviceWorker:
         Raises:
             ConfigError: the device, or a library that it needs, is missing.
         """
-        set_environment()
+        context = ray.get_runtime_context()
+        granted = context.get_accelerator_ids()
+        set_environment(granted)
 
         import torch
 
@@ -80,8 +82,8 @@ class DeviceWorker:
             chunk_bytes=elastic.snapshot_chunk_mib * MIB,
             patience_s=elastic.hang_min_s,
         )
-        context, backend = ray.get_runtime_context(), backend_of(self._device)
-        accelerators = [id for ids in context.get_accelerator_ids().values() for id in ids]
+        backend = backend_of(self._device)
+        accelerators = [id for ids in granted.values() for id in ids]
         self._facts = DeviceFacts(
             node_id=context.get_node_id(),
             device=self._device.type,

@@ -130,8 +130,9 @@ class DeviceBackend:
     def clock(self, host_clock: Callable[[], float]) -> Clock:
         return Clock(host_clock) if self.streams is None else EventClock(self.streams, host_clock)
 
-    def group_options(self, *, communication_sms: int) -> Any | None:  # noqa: ARG002  an option of NCCL
-        """Options for `dist.new_group` on `info.group_backend`; None where there is nothing to choose."""
+    def group_options(self, *, communication_sms: int, communicators: int) -> Any | None:  # noqa: ARG002  of NCCL
+        """Options for `dist.new_group` on `info.group_backend`, of which a device has that many `communicators`; None
+        where there is nothing to choose."""
         return None
 
     def reserve_sms(self, communication_sms: int) -> None:

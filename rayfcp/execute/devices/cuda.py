@@ -121,12 +121,22 @@ class CudaBackend(DeviceBackend):
                 weakref.finalize(buffer, runtime.cudaHostUnregister, address)
         return buffer
 
-    def group_options(self, *, communication_sms: int) -> Any:
-        """Messages run in a stream of high priority, so that their blocks start as soon as a multiprocessor is free,
-        on at most `communication_sms` of them (0: as many as the library likes)."""
+    def group_options(self, *, communication_sms: int, communicators: int) -> Any:
+        """Messages run in a stream of high priority, so that their blocks start as soon as a multiprocessor is free, on
+        at most `communication_sms` of them (0: as many as fit).
+
+        The kernels of all communicators fit on the device together, whatever else runs: none that waits for another
+        device can keep one from starting that this device waits for. So they may start in different orders on two
+        devices, as with pipeline stages they do; where they do not fit, NCCL needs one order on all (User Guide, "Using
+        multiple NCCL communicators concurrently"). A block takes a multiprocessor alone. Limits are powers of two:
+        NCCL rounds the number of blocks of messages up to one.
+        """
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if communication_sms:
-            options.config.max_ctas = min(communication_sms, MAX_COMMUNICATION_SMS)
+        limit = communication_sms or MAX_COMMUNICATION_SMS
+        if self.is_available():
+            limit = min(limit, torch.cuda.get_device_properties().multi_processor_count // communicators)
+        if limit < MAX_COMMUNICATION_SMS or communication_sms:
+            options.config.max_ctas = 1 << (min(limit, MAX_COMMUNICATION_SMS).bit_length() - 1)
         return options
 
     def reserve_sms(self, communication_sms: int) -> None:

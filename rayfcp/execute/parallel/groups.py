@@ -133,7 +133,8 @@ def join_process_groups(
         timeout=timeout,
     )
     made: dict[str, dist.ProcessGroup] = {}
-    for name, members in _members(position).items():
+    channels = _members(position)
+    for name, members in channels.items():
         is_control = name == "control"
         where = torch.device(CPU.name) if is_control else device
         for devices in members:  # every device makes all groups in the same order, also those it is not part of
@@ -142,7 +143,9 @@ def join_process_groups(
                 timeout=timedelta(seconds=CONTROL_TIMEOUT_S) if is_control else timeout,
                 backend=DEVICES[where.type].group_backend,
                 group_desc=name,
-                pg_options=backend_of(where).group_options(communication_sms=communication_sms),
+                pg_options=backend_of(where).group_options(
+                    communication_sms=communication_sms, communicators=len(channels) - 1
+                ),
             )
             if position.device in devices:
                 _warm(group, where, messages=name in POINT_TO_POINT)

@@ -169,6 +169,12 @@ class RendezvousClient(dist.Store):
     def num_keys(self) -> int:
         return self._store.num_keys()
 
+    def clone(self) -> dist.Store:
+        return self
+
+    # By these names torch's C++ parts find them; HCCL's groups delete their keys.
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
 
 def _connections() -> Iterator[socket.socket]:
     """Duplicated handles of all TCP connections of this process."""
@@ -200,6 +206,9 @@ def _ends(connection: socket.socket) -> list[bytes]:
 
 
 logger = logging.getLogger(__name__)
+
+SHARDING_CACHES = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+"""Functions of `torch.distributed.tensor.debug` that clear caches, since torch 2.10."""
 
 
 class Membership:
@@ -274,8 +283,9 @@ class Membership:
         """Free what torch caches of a generation, memory included. Cached shardings would keep its groups alive; and
         meshes of two generations compare equal if their device numbers do, though this process may have another number
         now."""
-        tensor_debug._clear_sharding_prop_cache()
-        getattr(_redistribute, "_planner_cache", {}).clear()  # in some releases of torch
+        for name in SHARDING_CACHES:
+            getattr(tensor_debug, name, lambda: None)()
+        getattr(_redistribute, "_planner_cache", {}).clear()
         for cache in self._caches:
             cache.cache_clear()
         gc.collect()
