@@ -6,6 +6,7 @@ that an accelerator would run them in, and the memory that they read and write b
 """
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -35,6 +37,10 @@ WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_sele
 """Operators whose results, or their shapes, the host reads."""
 
 
+UNDECLARED = ("c10d::", "fsdp::all_gather_copy_in")
+"""Beginnings of the names of operators that write arguments called outputs, and do not declare it."""
+
+
 class Device:
     """What is recorded of one device. `waits`: what its host has waited for; `pinned`: memory of the host that streams
     read and write while the host goes on, by address."""
@@ -47,7 +53,9 @@ class Device:
 
     def memory(self, home: str, what: str) -> Memory:
         self.num_memories += 1
-        return Memory(name=f"memory {self.num_memories} ({what})", home=home)
+        made = Memory(name=f"memory {self.num_memories} ({what})", home=home)
+        self.order.allocate(made)
+        return made
 
     def host_waits(self, clock: Clock, what: str) -> None:
         self.waits.append(what)
@@ -79,12 +87,15 @@ def on_device() -> Iterator[Device]:
 
 
 class Stream:
-    """As `torch.cuda.Stream`."""
+    """As `torch.cuda.Stream`. Those that FSDP makes wait for the current stream before they allocate."""
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", *, priority: int = 0) -> None:
         self.of = here()
         self.of.num_streams += not name
         self.name = name or f"stream {self.of.num_streams}"
+        if sys._getframe(1).f_globals["__name__"].startswith("torch.distributed.fsdp"):
+            self.name = f"FSDP's {self.name}"
+            self.of.order.reusing[self.name] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and (other.of, other.name) == (self.of, self.name)
@@ -94,6 +105,14 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.of.order.wait(self.name, self.of.order.now(other.name))
+
+    def wait_event(self, event: "Event") -> None:
+        event.wait(self)
+
+    def record_event(self) -> "Event":
+        event = Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         self.of.host_waits(self.of.order.now(self.name), "a stream")
@@ -149,8 +168,15 @@ class _Allocation:
     """Returns memory to its allocator when no tensor has it any more."""
 
     def __init__(self, order: Ordering, memory: Memory) -> None:
-        self.memory = memory
+        self.memory, self._order = memory, order
         weakref.finalize(self, order.release, memory)
+
+    def renew(self, home: str) -> None:
+        """Release the memory now, and take other in its place."""
+        self._order.release(self.memory)
+        self.memory.home, self.memory.accesses = home, []
+        self.memory.recorded.clear()
+        self._order.allocate(self.memory)
 
 
 class OrderedTensor(Tensor):
@@ -182,14 +208,26 @@ class OrderedTensor(Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.inner.untyped_storage()
+    def untyped_storage(self) -> "_Storage":
+        return _Storage(self)
 
     def record_stream(self, used: Stream) -> None:
         self.held.memory.recorded.add(used.name)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+
+class _Storage:
+    """Storage of a tensor; resizing it returns its memory, and allocates."""
+
+    def __init__(self, tensor: OrderedTensor) -> None:
+        self._inner, self._held = tensor.inner.untyped_storage(), tensor.held
+        self.data_ptr, self.nbytes, self.size = self._inner.data_ptr, self._inner.nbytes, self._inner.size
+
+    def resize_(self, num_bytes: int) -> None:
+        self._held.renew(current_stream().name)
+        self._inner.resize_(num_bytes)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -217,6 +255,7 @@ def _used(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterato
     given += [(declared[name], value) for name, value in kwargs.items() if name in declared]
     for argument, value in given:
         write = argument.alias_info is not None and argument.alias_info.is_write
+        write = write or (function._schema.name.startswith(UNDECLARED) and "output" in argument.name)
         for tensor in (value,) if isinstance(value, Tensor) else tree_flatten(value)[0]:
             if isinstance(tensor, Tensor):
                 yield tensor, write
@@ -383,6 +422,20 @@ def _operation(kind: str, tensor: Tensor, *, group: Group, group_peer: int) -> S
     return SimpleNamespace(kind=kind, tensor=tensor, group=group, peer=group_peer)
 
 
+def fake_group(num_ranks: int) -> dist.ProcessGroup:
+    """torch.distributed's default group from here on, of this and other ranks that do not exist. What collectives bring
+    is not theirs; where they run is what FSDP chooses."""
+
+    from torch._C._distributed_c10d import FakeProcessGroup  # not in every release of torch
+
+    def make(_: Any, options: Any) -> dist.ProcessGroup:
+        return FakeProcessGroup._create_internal(0, num_ranks)
+
+    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", NAME])
+    dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=num_ranks)
+    return dist.group.WORLD
+
+
 MODULE = SimpleNamespace(
     Stream=Stream,
     Event=Event,
@@ -396,6 +449,8 @@ MODULE = SimpleNamespace(
     device_count=lambda: 128,
     current_device=lambda: here().index,
     manual_seed_all=lambda seed: None,
+    memory_allocated=lambda device: 0,
+    max_memory_allocated=lambda device: 0,
     get_amp_supported_dtype=lambda: [torch.bfloat16],
     _is_in_bad_fork=lambda: False,
 )

@@ -7,18 +7,24 @@ attention and a single process: what is checked is what a step really does.
 import copy
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from rayfcp.bench.alone import random_shards
+from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
+from rayfcp.execute import engine as engines
 from rayfcp.execute.attention import schedule as schedules
 from rayfcp.execute.attention import slots
 from rayfcp.execute.attention.function import AttentionContext, attention
@@ -28,16 +34,26 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import make_optimizer, scale_gradients, totals
 from rayfcp.execute.parallel import transport as transports
-from rayfcp.execute.parallel.groups import MeshPosition
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.transport import AttentionStats, DistributedTransport, Fabric, Pipes
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots
-from rayfcp.models.build import random_model
+from rayfcp.models.build import random_model, sharded_model
 from rayfcp.program import Piece, Receive, Send, StageFlow, lower, lower_reshuffle
-from rayfcp.values import Block, Layout, Round, Transfer
+from rayfcp.values import Block, GlobalBatch, Layout, Round, Sample, Transfer
 from rayfcp.values.state import ShardHeader, StateId
 from tests.execute import ordered_device, staged
-from tests.execute.cases import SEED, Case, CaseTokens, Gradients, assert_same, expected, library_config
+from tests.execute.cases import (
+    ARCHITECTURE,
+    SEED,
+    VOCAB,
+    Case,
+    CaseTokens,
+    Gradients,
+    assert_same,
+    expected,
+    library_config,
+)
 from tests.execute.dense import dense, random_tensors, run_ranks
 from tests.execute.layouts import over_runs, plan_of, random_layout, ring
 from tests.execute.ordered_device import Device, Group, Stream, here, on_device
@@ -61,7 +77,7 @@ def on_ranks(work: Work, *, num_ranks: int, fabric: Fabric) -> list[Device]:
 
 
 def attend(layout: Layout, lengths: Sequence[int], *, theirs: Sequence[Sequence[Piece]] | None = None) -> list[Device]:
-    """Two layers of attention, forward and backward, by this layout, or brought in the order of `theirs`."""
+    """Attention, forward and backward, by this layout, or brought in the order of `theirs`."""
     sequences, num_ranks = specs(lengths), 1 + max(block.rank for block in layout.blocks)
     lowered = lower(plan_of(layout, sequences, num_ranks=num_ranks), sequences)
     programs = [forwards(each)[0].attention for each in lowered]
@@ -78,10 +94,9 @@ def attend(layout: Layout, lengths: Sequence[int], *, theirs: Sequence[Sequence[
         own = [torch.cat([tensors[p.sequence][i][p.start : p.stop] for p in held[rank]]) for i in range(4)]
         *inputs, grad = (to_device(each.numpy(), dtype=torch.float32, device=device) for each in own)
         inputs = [each.requires_grad_() for each in inputs]
-        for _ in range(2):
-            found = attention(*inputs, context)
-            grads = torch.autograd.grad(found, inputs, grad)
-            context.stats.buffers.clear()
+        found = attention(*inputs, context)
+        grads = torch.autograd.grad(found, inputs, grad)
+        context.stats.buffers.clear()
         at = 0
         for piece in held[rank]:
             for target, part in zip(whole[piece.sequence], (found.detach(), *grads), strict=True):
@@ -140,14 +155,19 @@ class Copies(HeldCopies):
         super().put(header, buffer)
 
 
-CASE = Case(num_ranks=3, lengths=(41, 17, 1), microbatches=((((2, 0, 1), (0,)),), (((1,), (1,)), ((0,), (2,)))))
+RINGS = Case(
+    num_ranks=3,
+    lengths=(41, 17, 1),
+    microbatches=((((2, 0, 1), (0,)),), (((1,), (1,)), ((0,), (2,)))),
+    recomputed=2,
+)
 
 
 ALONE = Case(num_ranks=1, lengths=(9,), microbatches=((((0,), (0,)),),))
 
 
-def steps(case: Case = CASE) -> list[Device]:
-    """Two steps with an update and a copy of the state each; loss and gradients of the first are a single process's."""
+def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
+    """Steps with an update and a copy of the state each; loss and gradients of the first are a single process's."""
     programs, fabric = lower(case.plan(), case.sequences), Fabric(case.num_ranks)
     first, found = random_model(library_config("float32"), dtype="float32", seed=SEED), {}
 
@@ -162,7 +182,7 @@ def steps(case: Case = CASE) -> list[Device]:
         alone = SimpleNamespace(
             position=place, device=device, tensor=None, pipe_forward=None, sum=ordered_device.all_reduce
         )
-        for version in range(2):
+        for version in range(num_steps):
             optimizer.zero_grad(set_to_none=True)
             done = interpreter.run(programs[rank], CaseTokens(case), loss_scale=1.0 / case.num_targets)
             if version == 0:
@@ -187,6 +207,49 @@ def _summed(found: dict[int, tuple[float, Gradients]], num_targets: int) -> tupl
         for name, grad in own.items():
             grads[name] = grads[name] + grad if name in grads else grad
     return sum(loss for loss, _ in found.values()) / num_targets, grads
+
+
+def engine() -> list[Device]:
+    """Two steps of an engine that shares its model with another rank, which does not exist: streams of FSDP beside
+    ours, and the end of a step. A copy of the state is on its way during the next step."""
+    case = Case(
+        num_ranks=2, lengths=(9, 7, 5, 3), microbatches=tuple((((0,), (at,)), ((1,), (1 + at,))) for at in (0, 2))
+    )
+    model = {"architecture": ARCHITECTURE, "dtype": "bfloat16"}
+    config = Config.model_validate({"data": {"paths": ["."]}, "model": model, "train": {"grad_clip": 1e-3}})
+    program, place = lower(case.plan(), case.sequences)[0], MeshPosition(rank=0, num_ranks=2)
+    samples = [Sample(id=i, shard=0, row=i, start=0, stop=n, num_targets=n - 1) for i, n in enumerate(case.lengths)]
+
+    def work(_: int, device: torch.device) -> None:
+        world, attend = ordered_device.fake_group(2), Group(Fabric(2), 0)
+        groups = ProcessGroups(position=place, device=device, seconds=0.0, shard=world, attend=attend, control=world)
+        member = SimpleNamespace(
+            join=lambda *_, **__: groups, forget=lambda: None, check_alive=lambda: None, is_aborted=False
+        )
+        with (
+            TemporaryDirectory() as folder,
+            mock.patch.object(engines, "Membership", lambda *_, **__: member),
+            mock.patch.object(engines, "HeldCopies", Copies),
+        ):
+            random_shards(Path(folder), case.lengths, vocab_size=VOCAB, seed=0)
+            one = engines.RankEngine(config, device=device, data_dir=f"{folder}/shards")
+            make = functools.partial(sharded_model, library_config("bfloat16"), run=config.model, seed=SEED)
+            one.join(
+                place,
+                store=dist.HashStore,
+                make_model=lambda world: make(world=world),
+                hidden_size=64,
+                layers_of_stage=(3,),
+            )
+            for step in range(1, 3):
+                batch = GlobalBatch(step=step, epoch=0, samples=tuple(samples))
+                copy = StateId(version=step, generation=0)
+                report = one.run_step(program, batch, plan_hash=program.plan_hash, snapshot=copy)
+                assert math.isfinite(report.loss) and report.grad_norm > 1e-3
+            one.settle()
+        dist.destroy_process_group()
+
+    return on_ranks(work, num_ranks=1, fabric=Fabric(1))
 
 
 def _pipes(forward: Fabric, back: Fabric, *, stage: int, device: torch.device) -> tuple[Pipes, list[Group]]:
@@ -236,7 +299,7 @@ def stages() -> list[Device]:
     return devices
 
 
-RUNS = (zigzag_ring, relays, scattered_blocks, heads, reshuffle, hand_overs, stages, steps)
+RUNS = (zigzag_ring, relays, scattered_blocks, heads, reshuffle, hand_overs, stages, steps, engine)
 
 Plant = Callable[[], Any]
 
@@ -296,13 +359,15 @@ PLANTS: dict[str, tuple[Callable[[], list[Device]], Plant]] = {
     "streams share row numbers": (
         scattered_blocks, lambda: mock.patch.object(schedules, "rows_of", _shared)),
     "the host reads a copy that is on its way": (
-        lambda: steps(ALONE), lambda: mock.patch.object(Snapshots, "settle", _at_once)),
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Snapshots, "settle", _at_once)),
     "an update does not wait for the copy": (
-        lambda: steps(ALONE), lambda: mock.patch.object(Snapshots, "hold_update", lambda self: None)),
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Snapshots, "hold_update", lambda self: None)),
     "a copy does not wait for the update": (
-        lambda: steps(ALONE), lambda: mock.patch.object(Stream, "wait_stream", lambda *_: None)),
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Stream, "wait_stream", lambda *_: None)),
+    "computation does not wait for gathered parameters": (
+        engine, lambda: mock.patch.object(Stream, "wait_event", lambda *_: None)),
     "the host reads times that have not come": (
-        lambda: steps(ALONE), lambda: mock.patch.object(EventClock, "times", _unsynchronized)),
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(EventClock, "times", _unsynchronized)),
 }  # fmt: skip
 """Runs with one wait, one event or one record less than the product has."""
 

@@ -7,13 +7,15 @@ fault. So is memory that goes back to its allocator under a stream that may stil
 """
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 HOST = "host"
 Actor = str
 """`HOST`, or the name of a stream. A communicator is a stream of its own."""
 Clock = Mapping[Actor, int]
+_ALL = 1 << 62
+"""More bytes than any memory has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,15 @@ class Memory:
 
 
 class Ordering:
-    """Order of one device and its host. `faults`: one line each, without repetitions."""
+    """Order of one device and its host. `faults`: one line each, without repetitions.
+
+    `reusing`: streams that may get memory back at any time, since they wait before they allocate again; and the last
+    access of each actor to such memory that was not over. What such a stream allocates next may be any of it.
+    """
 
     def __init__(self) -> None:
         self.faults: dict[str, None] = {}
+        self.reusing: dict[Actor, dict[Actor, Access]] = {}
         self._clocks: dict[Actor, dict[Actor, int]] = {}
         self._lock = threading.RLock()
 
@@ -82,7 +89,7 @@ class Ordering:
         self, actor: Actor, memory: Memory, span: tuple[int, int] | None = None, *, write: bool, what: str
     ) -> None:
         """Use bytes of a memory, by default all, in the operation of `actor` that began last."""
-        start, stop = span or (0, 1 << 62)
+        start, stop = span or (0, _ALL)
         with self._lock:
             own, kept = self._clock(actor), []
             for old in memory.accesses:
@@ -101,15 +108,31 @@ class Ordering:
         if clock is None or not self.knows(HOST, clock):
             self.faults[f"{what} is read on the host before it has happened"] = None
 
+    def allocate(self, memory: Memory) -> None:
+        """Give memory to its home, a stream."""
+        with self._lock:
+            if memory.home in self.reusing:
+                left = self._not_over(memory.home, self.reusing[memory.home].values())
+                self.reusing[memory.home] = {old.actor: old for old in left}
+                memory.accesses = [replace(old, start=0, stop=_ALL, is_write=True) for old in left]
+
     def release(self, memory: Memory) -> None:
         """Return memory to its allocator, or to the operating system: whoever gets it next comes after what its home
         and the host know now, and after recorded streams."""
         with self._lock:
-            own, host = self._clock(memory.home), self._clock(HOST)
-            for old in memory.accesses:
-                is_safe = old.actor in (memory.home, HOST, *memory.recorded)
-                if not is_safe and max(own.get(old.actor, 0), host.get(old.actor, 0)) < old.time:
+            used = [old for old in memory.accesses if old.actor not in (memory.home, HOST, *memory.recorded)]
+            left = self._not_over(memory.home, used)
+            if memory.home in self.reusing:
+                late = sorted((*left, *self.reusing[memory.home].values()), key=lambda old: old.time)
+                self.reusing[memory.home] = {old.actor: old for old in late}
+            else:
+                for old in left:
                     self._add(f"freed for {memory.home}", old, memory)
+
+    def _not_over(self, actor: Actor, accesses: Iterable[Access]) -> list[Access]:
+        """Those that neither `actor` nor the host knows to be over."""
+        own, host = self._clock(actor), self._clock(HOST)
+        return [old for old in accesses if max(own.get(old.actor, 0), host.get(old.actor, 0)) < old.time]
 
     def _add(self, now: str, old: Access, memory: Memory) -> None:
         before = f"{_done(old.is_write)} in {old.actor} by {old.what}"

@@ -26,6 +26,7 @@ PLANTED = {
     "the host reads a copy that is on its way": ("read in host by put", "written in stream 2 by copy_"),
     "an update does not wait for the copy": ("written in compute by", "read in stream 2 by copy_"),
     "a copy does not wait for the update": ("read in stream 2 by copy_", "written in compute by"),
+    "computation does not wait for gathered parameters": ("read in compute by", "written in FSDP's stream"),
     "the host reads times that have not come": ("the time of an event is read on the host", "it has happened"),
 }
 """What each plant of `tests.execute.ordered_runs` does, and what that had to come after."""
@@ -99,6 +100,18 @@ def test_the_allocator_waits_for_recorded_streams() -> None:
     assert used.free() == []
 
 
+def test_streams_that_wait_before_they_allocate_may_get_memory_early() -> None:
+    """Then, what they allocate next has the uses of all that came back."""
+    for waits, faults in ((True, 0), (False, 1)):
+        used, other = Schedule(), Schedule()
+        used.order.reusing["a"], other.order = {}, used.order
+        assert used.write("a").wait("b", "a").read("b").free() == []
+        if waits:
+            used.wait("a", "b")
+        other.order.allocate(other.memory)
+        assert len(other.write("a").order.faults) == faults
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Of each run, from a process of its own."""
@@ -113,9 +126,9 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def test_the_product_is_ordered(faults: dict[str, list[str]]) -> None:
-    """Rings, relayed and scattered blocks, heads, loops' own layouts, stages, steps with copies of the state."""
+    """Rings, relayed and scattered blocks, heads, loops' own layouts, stages, steps with copies of the state, FSDP."""
     runs = {name: found for name, found in faults.items() if name not in PLANTED}
-    assert len(runs) == 8 and not any(runs.values()), runs
+    assert len(runs) == 9 and not any(runs.values()), runs
 
 
 @pytest.mark.parametrize("name", PLANTED)
