@@ -38,7 +38,7 @@ WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_sele
 
 
 UNDECLARED = ("c10d::", "fsdp::all_gather_copy_in")
-"""Beginnings of the names of operators that write arguments called outputs, and do not declare it."""
+"""Beginnings of the names of operators that write all tensors but their inputs, and do not declare it."""
 
 
 class Device:
@@ -255,7 +255,7 @@ def _used(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterato
     given += [(declared[name], value) for name, value in kwargs.items() if name in declared]
     for argument, value in given:
         write = argument.alias_info is not None and argument.alias_info.is_write
-        write = write or (function._schema.name.startswith(UNDECLARED) and "output" in argument.name)
+        write = write or (function._schema.name.startswith(UNDECLARED) and "input" not in argument.name)
         for tensor in (value,) if isinstance(value, Tensor) else tree_flatten(value)[0]:
             if isinstance(tensor, Tensor):
                 yield tensor, write
