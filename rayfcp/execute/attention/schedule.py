@@ -5,12 +5,13 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.devices.backend import to_device
+from rayfcp.execute.devices.backend import backend_of, to_device
 from rayfcp.execute.kernels import Pairs
 from rayfcp.program import (
     Attend,
@@ -30,9 +31,15 @@ FEW = 4
 numbers."""
 
 
-@functools.lru_cache(maxsize=1024)
 def rows_of(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
-    """Row numbers of `ranges`, int64, on the device; the layers of a microbatch share them."""
+    """Row numbers of `ranges`, int64, on the device; the layers of a microbatch share them. Each stream has its own:
+    numbers made in one are not ordered against what another reads, nor is their end."""
+    streams = backend_of(device).streams
+    return _rows_of(ranges, device, None if streams is None else streams.current_stream())
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_of(ranges: tuple[Range, ...], device: torch.device, stream: Any) -> Tensor:  # noqa: ARG001  part of the key
     rows = [np.arange(start, stop) for start, stop in ranges]
     return to_device(np.concatenate([np.arange(0), *rows]), dtype=torch.int64, device=device)
 

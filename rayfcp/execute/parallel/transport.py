@@ -276,7 +276,8 @@ class Pipes:
         tensor = torch.empty((item.num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
         stats.wait(self._channels[item.flow].post([], [(item.stage, tensor)]))
         if item.flow is StageFlow.GRADIENT and (StageFlow.ACTIVATION, item.microbatch) in self._leaving:
-            self._leaving.pop((StageFlow.ACTIVATION, item.microbatch))[0].wait()
+            left = self._leaving.pop((StageFlow.ACTIVATION, item.microbatch))
+            left[0].wait()  # while `left` has the tensor: freed before, its memory could be reused at once
         return tensor
 
     def finish(self) -> None:
