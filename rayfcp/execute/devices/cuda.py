@@ -2,9 +2,11 @@
 
 Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
 preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
-flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch.
+flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Triton, where it is installed,
+merges partial results.
 """
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, padded
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, MergeKernel, Pairs, padded
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
@@ -95,6 +97,14 @@ def _library(names: tuple[str, ...]) -> Any | None:
     return None
 
 
+@functools.cache
+def _merge_kernel() -> MergeKernel | None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    merge = importlib.import_module("rayfcp.execute.kernels.merge")
+    return merge.fused_merge if merge.agrees("cuda") else None
+
+
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
 
@@ -106,6 +116,9 @@ class CudaBackend(DeviceBackend):
             )
         for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
             yield CudaKernel(half=half, single=CutlassKernel())
+
+    def merge_kernel(self) -> MergeKernel | None:
+        return _merge_kernel()
 
     def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
         """See `DeviceBackend`. Registered rather than allocated by torch, which rounds up to a power of two."""

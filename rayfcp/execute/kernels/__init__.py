@@ -53,6 +53,18 @@ class AttentionKernel(Protocol):
         ...
 
 
+class MergeKernel(Protocol):
+    """Merge of partial attention results in one launch; see `rayfcp.execute.attention.slots.MergedAttention`."""
+
+    def __call__(self, known_out: Tensor, known_lse: Tensor, *, rows: Tensor | int, out: Tensor, lse: Tensor) -> None:
+        """Merge `out` `[rows, heads, head_dim]` and `lse` `[rows, heads]`, results of further keys, into rows of
+        `known_out` and `known_lse`, fp32.
+
+        `rows`: row numbers, int64, none twice; or the first of consecutive ones.
+        """
+        ...
+
+
 class KernelUnavailableError(ConfigError):
     """No kernel can run on the device; the message says what to install."""
 
@@ -70,8 +82,10 @@ def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
 
 @functools.cache
 def _best(device: str, sm_margin: int) -> AttentionKernel:
-    kernel = next(backend_of(device).kernels(sm_margin=sm_margin))
-    logger.info("attention on %s: %s", device, kernel.name)
+    backend = backend_of(device)
+    kernel = next(backend.kernels(sm_margin=sm_margin))
+    merge = ", partial results merged by Triton" if backend.merge_kernel() else ""  # compiled before ranks wait for it
+    logger.info("attention on %s: %s%s", device, kernel.name, merge)
     return kernel
 
 
