@@ -42,7 +42,7 @@ Tally = Counter[tuple[str, str]]
 """Amounts by phase (forward, backward, again: attention that is computed again in backward) and kind: `launches`
 and FLOPs of `products` and of `attention`, and the latter over the calls' mean number of queries (`per_query`); bytes
 and launches of what stands between these, one by one (`eager_`) and as a compiler would fuse it (`fused_`), of merges
-of partial results (`merge_`) and of the rest of attention (`attention_`)."""
+of partial results and sums of partial gradients (`merge_`) and of the rest of attention (`attention_`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ def _merged_in_one_launch(operators: Operators) -> Any:
 @contextmanager
 def _noted(operators: Operators, *, fused_merge: bool) -> Iterator[None]:
     """Attention and its merges as such in the tally; attention in a backward pass, before its own, as done again."""
-    attention, merged = function._Attention, slots.MergedAttention
+    attention, sums = function._Attention, (slots.MergedAttention, slots.RowSums)
 
     def noted(inside: str, work: Callable[..., Any], again: str = "") -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
@@ -253,11 +253,11 @@ def _noted(operators: Operators, *, fused_merge: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, inside in (
             *((each, name, "attention") for each in (attention, ToHeads, ToTokens) for name in ("forward", "backward")),
-            *((merged, name, "merge") for name in ("add", "result")),
+            *((each, name, "merge") for each in sums for name in ("add", "result")),
         ):
             again = "again" if owner is attention and name == "forward" else ""
             work = noted(inside, getattr(owner, name), again)
-            stack.enter_context(patch.object(owner, name, work if owner is merged else staticmethod(work)))
+            stack.enter_context(patch.object(owner, name, work if owner in sums else staticmethod(work)))
         if fused_merge:
             kernel = _merged_in_one_launch(operators)
             stack.enter_context(patch.object(CpuBackend, "merge_kernel", lambda _: kernel))
