@@ -17,7 +17,7 @@ from rayfcp.config import ConfigError
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo
 
 if TYPE_CHECKING:
-    from rayfcp.execute.kernels import AttentionKernel, MergeKernel
+    from rayfcp.execute.kernels import AttentionKernel, LossKernel, MergeKernel
 
 Mark = Any
 """A point in time of one clock."""
@@ -85,6 +85,10 @@ class DeviceBackend:
 
     def merge_kernel(self) -> "MergeKernel | None":
         """Merge of partial attention results in fp32, chosen once; None if torch's operators merge."""
+        return None
+
+    def loss_kernel(self) -> "LossKernel | None":
+        """Cross entropy with its gradient, chosen once; None if torch's operators compute it."""
         return None
 
     @property

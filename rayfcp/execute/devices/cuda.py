@@ -2,8 +2,8 @@
 
 Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
 preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
-flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Triton, where it is installed,
-merges partial results.
+flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Where Triton is
+installed, it merges partial results and computes losses.
 """
 
 import functools
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, MergeKernel, Pairs, padded
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, LossKernel, MergeKernel, Pairs, padded
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
@@ -98,11 +98,12 @@ def _library(names: tuple[str, ...]) -> Any | None:
 
 
 @functools.cache
-def _merge_kernel() -> MergeKernel | None:
+def _in_triton(name: str) -> Any | None:
+    """The module of kernels in Triton, if these run here as they should."""
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return None
-    merge = importlib.import_module("rayfcp.execute.kernels.merge")
-    return merge.fused_merge if merge.agrees("cuda") else None
+    module = importlib.import_module(f"rayfcp.execute.kernels.{name}")
+    return module if module.agrees("cuda") else None
 
 
 class CudaBackend(DeviceBackend):
@@ -118,7 +119,12 @@ class CudaBackend(DeviceBackend):
             yield CudaKernel(half=half, single=CutlassKernel())
 
     def merge_kernel(self) -> MergeKernel | None:
-        return _merge_kernel()
+        module = _in_triton("merge")
+        return module and module.fused_merge
+
+    def loss_kernel(self) -> LossKernel | None:
+        module = _in_triton("loss")
+        return module and module.fused_loss
 
     def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
         """See `DeviceBackend`. Registered rather than allocated by torch, which rounds up to a power of two."""

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -63,6 +64,26 @@ class MergeKernel(Protocol):
         `rows`: row numbers, int64, none twice; or the first of consecutive ones.
         """
         ...
+
+
+class LossKernel(Protocol):
+    """Cross entropy and its gradient in one launch; see `rayfcp.models.causal_lm`."""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross entropies of `logits`, `[tokens, vocab]` in at most fp32, against `targets`, `[tokens]`,
+        int64, of which negative ones do not count; `logits` are overwritten with its gradient."""
+        ...
+
+
+def usable(name: str, agrees: Callable[[], bool]) -> bool:
+    """True if a kernel runs and agrees with torch's operators; otherwise False, with a warning."""
+    try:
+        if agrees():
+            return True
+        logger.warning("%s differs from torch's operators, which are used instead", name)
+    except Exception as error:  # a compiler or a driver is missing
+        logger.warning("%s cannot be used here: %s", name, " ".join(str(error).split())[:300])
+    return False
 
 
 class KernelUnavailableError(ConfigError):

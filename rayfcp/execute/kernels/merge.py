@@ -4,18 +4,16 @@ Torch's operators (`rayfcp.execute.attention.slots`) are the reference: six laun
 memory traffic per element of a bf16 result, against 10 here.
 """
 
-import logging
-
 import torch
 from torch import Tensor
+
+from rayfcp.execute.kernels import usable
 
 try:
     import triton
     from triton import language as tl
 except ImportError:  # torch brings it where it was built for such devices
     triton = None
-
-logger = logging.getLogger(__name__)
 
 LINES = 16
 """Heads of tokens of one program: with a head_dim of 128 each of its 128 threads has 16 elements."""
@@ -61,19 +59,13 @@ def fused_merge(known_out: Tensor, known_lse: Tensor, *, rows: Tensor | int, out
 
 
 def agrees(device: torch.device | str) -> bool:
-    """True if `fused_merge` gives here what torch's operators give; False, with a warning, if it cannot run. Compiles
-    the kernel."""
-    try:
-        found = all(_agrees(rows, device=device) for rows in (8, torch.arange(40, device=device)))
-    except Exception as error:  # a compiler or a driver is missing: torch's operators remain
-        logger.warning("the fused merge cannot be used here: %s", " ".join(str(error).split())[:300])
-        return False
-    if not found:
-        logger.warning("the fused merge differs from torch's operators, which are used instead")
-    return found
+    """True if `fused_merge` gives here what torch's operators give. Compiles the kernel."""
+    return usable(
+        "the fused merge", lambda: all(_agrees(rows, device) for rows in (8, torch.arange(40, device=device)))
+    )
 
 
-def _agrees(rows: Tensor | int, *, device: torch.device | str) -> bool:
+def _agrees(rows: Tensor | int, device: torch.device | str) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     out, part = (torch.randn(each, 4, 128, device=device, generator=generator) for each in (48, 40))
     lse, part_lse = (4 * torch.randn(4, each, device=device, generator=generator).t() for each in (48, 40))

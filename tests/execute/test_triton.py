@@ -1,4 +1,4 @@
-"""The fused merge: interpreted on the CPU against torch's operators and dense attention, and compiled for GPUs."""
+"""Kernels in Triton: interpreted on the CPU against torch's operators and dense attention, and compiled for GPUs."""
 
 import os
 import subprocess
@@ -15,9 +15,9 @@ INTERPRETED = """
 import threading
 import torch
 from rayfcp.execute.devices.cpu import CpuBackend
-from rayfcp.execute.kernels import merge
+from rayfcp.execute.kernels import loss, merge
 
-assert merge.agrees("cpu")
+assert loss.agrees("cpu") and merge.agrees("cpu")
 calls = []
 one_at_a_time = threading.Lock()  # the interpreter has one grid; ranks are threads
 
@@ -40,6 +40,12 @@ calls.clear()
 test_fp32_is_within_1e_5(3)
 assert calls
 
+CpuBackend.loss_kernel = lambda self: loss.fused_loss
+from tests.models.test_loss import test_narrow_numbers_stay_near_wide_ones, test_targets_that_do_not_count_cost_nothing
+
+for dtype in (torch.float32, torch.bfloat16):
+    test_narrow_numbers_stay_near_wide_ones(dtype)
+
 def broken(known_out, known_lse, *, rows, out, lse):
     known_out.zero_()
 
@@ -50,19 +56,21 @@ assert not merge.agrees("cpu"), "a kernel that differs is refused"
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from rayfcp.execute.kernels.merge import LINES, _merge, agrees
+from rayfcp.execute.kernels import loss, merge
 
-assert not agrees("cpu"), "no device: torch's operators"
+assert not merge.agrees("cpu") and not loss.agrees("cpu"), "no device: torch's operators"
 tensors = {"known_out": "*fp32", "known_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "rows": "*i64"}
-constants = {"head_dim": 128, "width": 128, "lines": LINES, "indexed": True}
-kinds = {name: "constexpr" if name in constants else tensors.get(name, "i32") for name in _merge.arg_names}
-places = {(_merge.arg_names.index(name),): value for name, value in constants.items()}
-for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)):
-    assert compile(ASTSource(_merge, kinds, places), target=target).asm["cubin"]
+tensors |= {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"}
+constants = {"head_dim": 128, "width": 128, "lines": merge.LINES, "indexed": True}
+for kernel, given in ((merge._merge, constants), (loss._differentiate, {"width": loss.WIDTH})):
+    kinds = {name: "constexpr" if name in given else tensors.get(name, "i32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
+    for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)):
+        assert compile(ASTSource(kernel, kinds, places), target=target).asm["cubin"]
 """
 
 
 @pytest.mark.parametrize(("code", "interpret"), [(INTERPRETED, "1"), (COMPILED, "0")], ids=["interpreted", "compiled"])
-def test_fused_merge(code: str, interpret: str, tmp_path: Path) -> None:
+def test_kernels_in_triton(code: str, interpret: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=300)
