@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
@@ -81,6 +82,9 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 def _into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the losses of `logits`, `[tokens, vocab]`, which are overwritten with its gradient."""
+    fused = backend_of(logits.device).loss_kernel()
+    if fused is not None and _wide(logits) is torch.float32:
+        return fused(logits, targets)
     counted, index = targets != IGNORED, targets.clamp(min=0).unsqueeze(1)
     shares = F.log_softmax(logits, dim=-1, dtype=_wide(logits))
     losses = shares.gather(1, index).squeeze(1).masked_fill(~counted, 0.0)

@@ -191,7 +191,7 @@ class MergedAttention:
                 write_rows(target, joined, source=source)
         else:
             self._clear(fresh)
-            _merge_rows(*self._sums(), joined, out=out.to(self._dtype), lse=lse)
+            _merge_rows(*self._sums(), joined, out=out, lse=lse)
         self._known = union((*self._known, *rows))
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -219,6 +219,12 @@ class MergedAttention:
 
 
 def _merge_rows(known_out: Tensor, known_lse: Tensor, ranges: Sequence[Range], *, out: Tensor, lse: Tensor) -> None:
+    fused = backend_of(out.device).merge_kernel() if known_out.dtype is torch.float32 else None
+    if fused is not None:
+        rows = rows_of(tuple(ranges), out.device) if len(ranges) > 1 else ranges[0][0]
+        fused(known_out, known_lse, rows=rows, out=out, lse=lse)
+        return
+    out = out.to(known_out.dtype)
     if len(ranges) > FEW:
         index = rows_of(tuple(ranges), out.device)
         old_out, old_lse = known_out.index_select(0, index), known_lse.index_select(0, index)
@@ -228,9 +234,9 @@ def _merge_rows(known_out: Tensor, known_lse: Tensor, ranges: Sequence[Range], *
         return
     at = 0
     for start, stop in ranges:
-        rows = slice(at, at + stop - start)
-        _merge(known_out[start:stop], known_lse[start:stop], out=out[rows], lse=lse[rows])
-        at = rows.stop
+        own = slice(at, at + stop - start)
+        _merge(known_out[start:stop], known_lse[start:stop], out=out[own], lse=lse[own])
+        at = own.stop
 
 
 def _merge(known_out: Tensor, known_lse: Tensor, *, out: Tensor, lse: Tensor) -> None:

@@ -17,7 +17,7 @@ from rayfcp.config import ConfigError
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo
 
 if TYPE_CHECKING:
-    from rayfcp.execute.kernels import AttentionKernel
+    from rayfcp.execute.kernels import AttentionKernel, LossKernel, MergeKernel
 
 Mark = Any
 """A point in time of one clock."""
@@ -82,6 +82,14 @@ class DeviceBackend:
     def kernels(self, *, sm_margin: int) -> "Iterator[AttentionKernel]":
         """Attention kernels that can run here, in order of preference; see `pick_kernel`."""
         raise NotImplementedError
+
+    def merge_kernel(self) -> "MergeKernel | None":
+        """Merge of partial attention results in fp32, chosen once; None if torch's operators merge."""
+        return None
+
+    def loss_kernel(self) -> "LossKernel | None":
+        """Cross entropy with its gradient, chosen once; None if torch's operators compute it."""
+        return None
 
     @property
     def streams(self) -> Any | None:

@@ -2,9 +2,11 @@
 
 Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
 preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
-flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch.
+flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Where Triton is
+installed, it merges partial results and computes losses.
 """
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, padded
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, LossKernel, MergeKernel, Pairs, padded
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
@@ -95,6 +97,15 @@ def _library(names: tuple[str, ...]) -> Any | None:
     return None
 
 
+@functools.cache
+def _in_triton(name: str) -> Any | None:
+    """The module of kernels in Triton, if these run here as they should."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    module = importlib.import_module(f"rayfcp.execute.kernels.{name}")
+    return module if module.agrees("cuda") else None
+
+
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
 
@@ -106,6 +117,14 @@ class CudaBackend(DeviceBackend):
             )
         for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
             yield CudaKernel(half=half, single=CutlassKernel())
+
+    def merge_kernel(self) -> MergeKernel | None:
+        module = _in_triton("merge")
+        return module and module.fused_merge
+
+    def loss_kernel(self) -> LossKernel | None:
+        module = _in_triton("loss")
+        return module and module.fused_loss
 
     def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
         """See `DeviceBackend`. Registered rather than allocated by torch, which rounds up to a power of two."""

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -53,6 +54,38 @@ class AttentionKernel(Protocol):
         ...
 
 
+class MergeKernel(Protocol):
+    """Merge of partial attention results in one launch; see `rayfcp.execute.attention.slots.MergedAttention`."""
+
+    def __call__(self, known_out: Tensor, known_lse: Tensor, *, rows: Tensor | int, out: Tensor, lse: Tensor) -> None:
+        """Merge `out` `[rows, heads, head_dim]` and `lse` `[rows, heads]`, results of further keys, into rows of
+        `known_out` and `known_lse`, fp32.
+
+        `rows`: row numbers, int64, none twice; or the first of consecutive ones.
+        """
+        ...
+
+
+class LossKernel(Protocol):
+    """Cross entropy and its gradient in one launch; see `rayfcp.models.causal_lm`."""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross entropies of `logits`, `[tokens, vocab]` in at most fp32, against `targets`, `[tokens]`,
+        int64, of which negative ones do not count; `logits` are overwritten with its gradient."""
+        ...
+
+
+def usable(name: str, agrees: Callable[[], bool]) -> bool:
+    """True if a kernel runs and agrees with torch's operators; otherwise False, with a warning."""
+    try:
+        if agrees():
+            return True
+        logger.warning("%s differs from torch's operators, which are used instead", name)
+    except Exception as error:  # a compiler or a driver is missing
+        logger.warning("%s cannot be used here: %s", name, " ".join(str(error).split())[:300])
+    return False
+
+
 class KernelUnavailableError(ConfigError):
     """No kernel can run on the device; the message says what to install."""
 
@@ -70,8 +103,10 @@ def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
 
 @functools.cache
 def _best(device: str, sm_margin: int) -> AttentionKernel:
-    kernel = next(backend_of(device).kernels(sm_margin=sm_margin))
-    logger.info("attention on %s: %s", device, kernel.name)
+    backend = backend_of(device)
+    kernel = next(backend.kernels(sm_margin=sm_margin))
+    merge = ", partial results merged by Triton" if backend.merge_kernel() else ""  # compiled before ranks wait for it
+    logger.info("attention on %s: %s%s", device, kernel.name, merge)
     return kernel
 
 
