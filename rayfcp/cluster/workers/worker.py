@@ -15,11 +15,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
+from rayfcp.cluster.planning.out_of_memory import out_of_memory
 from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.workers.environment import set_environment, use_interface
 from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous, Waited
 from rayfcp.cluster.workers.lifetime import OrphanWatch
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, DeviceReport, FileSum, Joined, SavedPart, find_damage
@@ -160,7 +161,8 @@ class DeviceWorker:
         from rayfcp.models.library import text_of
 
         use_interface(rendezvous.host, own_address=ray.util.get_node_ip_address())
-        library, cluster = model_config(self._config.model, vocab_size=self._vocab_size), rendezvous.cluster
+        library = model_config(self._config.model, vocab_size=self._vocab_size)
+        cluster = self._cluster = rendezvous.cluster
 
         def store() -> dist.Store:
             timeout = timedelta(seconds=self._config.elastic.start_timeout_s)
@@ -244,19 +246,44 @@ class DeviceWorker:
         pixels: Sequence[Any] = (),
     ) -> DeviceReport:
         """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
-        a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step."""
+        a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step.
+
+        Raises:
+            ConfigError: the device ran out of memory.
+        """
+        import torch
+
         self._watch.on_call()
-        report = self._engine.run_step(
-            program,
-            batch,
-            plan_hash=plan_hash,
-            snapshot=snapshot,
-            safe=safe,
-            on_copy=lambda header: self._pusher.offer(header, safe=safe),
-            decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
-        )
+        try:
+            report = self._engine.run_step(
+                program,
+                batch,
+                plan_hash=plan_hash,
+                snapshot=snapshot,
+                safe=safe,
+                on_copy=lambda header: self._pusher.offer(header, safe=safe),
+                decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
+            )
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error, program, step=batch.step) from error
         pushed = self._pusher.pushed
         return dataclasses.replace(report, kept=pushed.kept, push_s=pushed.seconds, store_lost=pushed.lost)
+
+    def _out_of_memory(self, error: BaseException, program: RankProgram, *, step: int) -> ConfigError:
+        from rayfcp.cluster.dataset import described_model
+
+        assert self._facts is not None, "it ran a step"
+        _, model = described_model(self._config, vocab_size=self._vocab_size)
+        return out_of_memory(
+            error,
+            program,
+            config=self._config,
+            model=model,
+            step=step,
+            num_done=self._engine.beat().num_done,
+            cluster=self._cluster,
+            facts=self._facts,
+        )
 
     def begin_save(self, folder: str) -> None:
         self._engine.begin_save(folder)
