@@ -58,8 +58,8 @@ OF_MODELS = ("one_rank", "training", "memory", "profile")
 NAMES = tuple(SECONDS)
 TINY_SHARE = 0.1
 """Of those seconds, with --tiny on a CPU: the longest section took 7 s of them (tests/jobs/test_gpu.py)."""
-UNPLANNED = ("conformance", "copies")
-"""Sections that need no compiled planner."""
+PLANNED = "attention"
+"""The section that needs compiled planners."""
 NUMBA = "0.68."
 """Releases whose compiler rayfcp.cost.compiled derives from; plans are made in plain Python under others."""
 SECTION_LIMIT_S = 900.0
@@ -215,7 +215,7 @@ def _here(args: argparse.Namespace) -> None:
     set_environment()  # before torch is imported
     names = _names(args)
     compiling = None
-    if set(names) - set(UNPLANNED) and "NUMBA_DISABLE_JIT" not in os.environ:
+    if PLANNED in names and "NUMBA_DISABLE_JIT" not in os.environ:
         compiling = subprocess.Popen([sys.executable, str(HERE), "--out", "-", "--compile"])
     for name in names:
         needed_s, left_s = _estimate(name, args), args.stop_s - time.time()
@@ -223,7 +223,7 @@ def _here(args: argparse.Namespace) -> None:
             found = {"left_out": f"estimated {needed_s:.0f} s, {max(left_s, 0):.0f} s are left; run it alone"}
             _write(Path(args.folder) / f"{name}.json", found)
             continue
-        if compiling is not None and name not in UNPLANNED:
+        if compiling is not None and name == PLANNED:
             compiling.wait()
         _log(f"== {name}, estimated {needed_s:.0f} s")
         found = _section(name, args)
@@ -233,13 +233,13 @@ def _here(args: argparse.Namespace) -> None:
 
 
 def _compile() -> None:
-    """Compile the kernels of planners, which takes about half a minute once, beside sections that need none."""
+    """Compile the kernels of the planners that search, once for this installation, beside sections that need none."""
     from rayfcp.plan.first import compiles_first, warm_up
-    from rayfcp.plan.strategies.registry import AUTO
 
-    if compiles_first(AUTO):
-        for _ in warm_up():
-            pass
+    if compiles_first("flex-ring") or compiles_first("flex-block"):
+        for name, *_ in warm_up():
+            if name == "flex-block":
+                return
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ class Device:
         return asdict(time_parts(self.engine, self._setting.model, max_tokens=max_tokens))
 
     def peak(self) -> int | None:
-        return self.engine._backend.memory_bytes(self.engine.device).get("peak")
+        return backend_of(self.engine.device).memory_bytes(self.engine.device).get("peak")
 
     def die(self, after_s: float) -> None:
         """End as a process that is killed from outside, while others wait for it."""

@@ -14,6 +14,8 @@ from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
+from rayfcp.cost.fit import PassShape
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.program import Backward, RankProgram, lower
@@ -74,40 +76,46 @@ class Engine:
     def run_step(self, *_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(TOLD)
 
+    rehearse = run_step
+    recomputed_layers, position = 0, MeshPosition(rank=0, num_ranks=1)
+
 
 def raised(num_stages: int, *, at: type | None) -> ConfigError:
+    """In a step, in its first instruction of this type, or its update; and nearly the same in timed passes."""
     config, _, cluster, facts, programs = planned(num_stages)
     worker: Any = DeviceWorker(config, "", vocab_size=32000)
     done = [number for number, item in enumerate(programs[0].instructions) if at is type(item)]
     worker._engine, worker._facts = Engine(done[0] if done else len(programs[0].instructions)), facts[0]
     worker._cluster = cluster
     batch = GlobalBatch(step=7, epoch=0, samples=())
-    with pytest.raises(ConfigError) as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+        patch.setattr("rayfcp.cluster.workers.worker.fetched", lambda *_, **__: None)  # Ray would start
         worker.step(programs[0], batch, plan_hash=programs[0].plan_hash)
+    told = "out of memory in timed passes of up to 300 tokens a rank; plans may use 18 GiB"
+    with pytest.raises(ConfigError, match=told):
+        worker.time_passes([PassShape(degree=1, lengths=(100, 200)), PassShape(degree=2, lengths=(400,))])
     assert type(caught.value.__cause__) is torch.OutOfMemoryError and str(caught.value.__cause__) == TOLD
     return caught.value
 
 
 def test_the_line_names_step_microbatch_prediction_and_remedy() -> None:
     told = str(raised(1, at=Backward))
-    assert told.startswith(
-        "step 7 ran out of memory on rank 0, stage 0, in backward of microbatch 0: its plan counts on "
-    )
-    assert "its plan counts on 18 GiB, plans may use 18 GiB, the device has 20 GiB; " in told
+    assert told.startswith("out of memory in step 7, rank 0, stage 0, backward of microbatch 0: its plan counts on ")
+    assert "its plan counts on 18 GiB; plans may use 18 GiB, the device has 20 GiB; " in told
     assert "set cluster.memory_gib_per_device below 18, " in told and "train.recompute_layers above 0 (of 12)" in told
     assert told.endswith("of which 1 GiB is free.)") and "\n" not in told
-    assert "in the update: " in str(raised(1, at=None))
+    assert "stage 0, the update: " in str(raised(1, at=None))
 
 
 def test_with_stages_plans_choose_what_is_recomputed() -> None:
     told = str(raised(2, at=Backward))
-    assert "stage 0, in backward of microbatch 0" in told
+    assert "stage 0, backward of microbatch 0" in told
     assert "recompute_layers" not in told and "or add devices" in told
 
 
 def test_the_run_ends_with_the_workers_line() -> None:
     """A `ConfigError`, at which the command exits with 2, though its neighbour's exchange failed before."""
-    errors = {"a": CollectiveFailedError("connection closed"), "b": ConfigError("step 7 ran out of memory")}
+    errors = {"a": CollectiveFailedError("connection closed"), "b": ConfigError("out of memory in step 7")}
 
     def get(ref: str) -> None:
         raise TaskFailedError(errors[ref])

@@ -23,7 +23,7 @@ import torch
 
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import hardware_profile, model_profile
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "jobs" / "bench" / "gpu.py"
@@ -253,7 +253,7 @@ def test_sections_that_do_not_fit_are_left_out(scripts: Any, tmp_path: Path, mon
     assert gpu._estimate("training", argparse.Namespace(models="a,b,c", tiny=False)) == 1.5 * gpu.SECONDS["training"]
     gpu._here(argparse.Namespace(**names, stop_s=time.time() + 35.5, tiny=False, models=None))
     copies, conformance = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("copies", "conformance"))
-    assert re.match(r"estimated 70 s, 3[45] s are left", copies["left_out"]) and conformance == {"wall_s": 1.0}
+    assert re.match(r"estimated 70 s, [123]\d s are left", copies["left_out"]) and conformance == {"wall_s": 1.0}
 
 
 STUB = """\
@@ -284,7 +284,7 @@ for name in words["--sections"].split(","):
 
 
 def stubbed(folder: Path, *words: str, crashing: tuple[str, ...] = (), hanging: tuple[str, ...] = ()) -> list[str]:
-    """The script's command, with sections that do nothing, crash their process, or hang."""
+    """The script's command, with sections that do nothing, crash their process, or hang, at which time runs out."""
     (folder / "stub.py").write_text(STUB.format(crashing=crashing, hanging=hanging))
     code = f"""\
         import sys
@@ -294,14 +294,16 @@ def stubbed(folder: Path, *words: str, crashing: tuple[str, ...] = (), hanging: 
         import gpu
         gpu.HERE = Path({str(folder / "stub.py")!r})
         gpu.tempfile.tempdir = {str(folder)!r}
+        hanging, now = Path({str(folder / "hanging")!r}), gpu.time.time
+        gpu.time.time = lambda: now() + (1000 if hanging.exists() else 0)
         sys.exit(gpu.main())
         """
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
 def test_a_crash_and_a_limit_leave_the_other_sections(tmp_path: Path) -> None:
-    words = stubbed(tmp_path, "--limit-s", "2", crashing=("one_rank",), hanging=("memory",))
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    words = stubbed(tmp_path, "--limit-s", "1000", crashing=("one_rank",), hanging=("memory",))
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     found = json.loads((tmp_path / "found.json").read_text())
     assert done.returncode == 1 and "failed: one_rank" in done.stderr
     assert (tmp_path / "begun").read_text() == "conformance one_rank training attention memory "
@@ -318,7 +320,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     process = subprocess.Popen(stubbed(tmp_path, hanging=("training",)), stderr=subprocess.DEVNULL)
     until((tmp_path / "hanging").exists)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 1
+    assert process.wait(PATIENCE_S) == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["stopped"] and list(found["sections"]) == ["conformance", "one_rank", "training"]
     assert found["sections"]["training"]["rows"] == [8]

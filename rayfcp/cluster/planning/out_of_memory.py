@@ -12,32 +12,33 @@ from rayfcp.values import ClusterSpec, ModelProfile
 
 
 def out_of_memory(
-    error: BaseException,
-    program: RankProgram,
-    *,
-    config: Config,
-    model: ModelProfile,
-    step: int,
-    num_done: int,
-    cluster: ClusterSpec,
-    facts: DeviceFacts,
+    error: BaseException, *, what: str, config: Config, model: ModelProfile, num_stages: int, facts: DeviceFacts
 ) -> ConfigError:
-    """The allocator's error of a device that had done `num_done` instructions of its program, as one for the user."""
+    """The allocator's error of a device as one for the user; `what` ran out of memory."""
     budget, train = device_memory(config, [facts]), config.train
-    at = program.instructions[num_done : num_done + 1]
-    where = f"{type(at[0]).__name__.lower()} of microbatch {at[0].microbatch}" if at else "the update"
-    predicted = predicted_bytes(program, config=config, model=model, cluster=cluster)
     remedy = f"set cluster.memory_gib_per_device below {budget / GIB:.3g}, so that plans give a rank fewer tokens, or "
-    if program.num_stages > 1:
+    if num_stages > 1:
         remedy += "add devices"
     else:
         remedy += f"train.recompute_layers above {train.recompute_layers} (of {model.num_layers})"
     # Without torch's advice about its allocator, which rayfcp has set.
     told = " ".join(str(error).split()).partition(" If reserved but unallocated")[0]
     return ConfigError(
-        f"step {step} ran out of memory on rank {program.rank}, stage {program.stage}, in {where}: its plan counts on "
-        f"{predicted / GIB:.3g} GiB, plans may use {budget / GIB:.3g} GiB, the device has "
+        f"out of memory in {what}; plans may use {budget / GIB:.3g} GiB, the device has "
         f"{facts.memory_bytes / GIB:.3g} GiB; {remedy}, and start again ({told})"
+    )
+
+
+def step_of(
+    program: RankProgram, *, step: int, num_done: int, config: Config, model: ModelProfile, cluster: ClusterSpec
+) -> str:
+    """A step of which `num_done` instructions are done, and the memory that its plan counts on."""
+    at = program.instructions[num_done : num_done + 1]
+    where = f"{type(at[0]).__name__.lower()} of microbatch {at[0].microbatch}" if at else "the update"
+    predicted = predicted_bytes(program, config=config, model=model, cluster=cluster)
+    return (
+        f"step {step}, rank {program.rank}, stage {program.stage}, {where}: its plan counts on "
+        f"{predicted / GIB:.3g} GiB"
     )
 
 
