@@ -23,7 +23,7 @@ from gpu_sizes import Bench, Found
 from transformers import PreTrainedConfig
 
 from rayfcp.bench.alone import peak_of, random_shards
-from rayfcp.cluster.workers.environment import set_environment, use_interface
+from rayfcp.cluster.workers.environment import use_interface
 from rayfcp.cluster.workers.facts import LOOPBACK
 from rayfcp.config import Config
 from rayfcp.cost.fit import PassShape, pass_plan
@@ -43,6 +43,7 @@ ANSWER_S = 180.0
 """Longest wait for an answer: first steps compile and connect."""
 ABORT_EVERY_S = 0.02
 CHECKPOINT_STEP = 2
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 LOSS_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-2}
 """Largest relative difference of the loss of a step on other ranks."""
 
@@ -102,9 +103,15 @@ class Device:
         return report.loss, report.step_s
 
     def save(self, folder: str) -> None:
-        """Write a checkpoint, to its end."""
+        """Write a checkpoint, to its end.
+
+        Raises:
+            OSError: it could not be written.
+        """
         self.engine.begin_save(folder)
-        self.engine.finish_save()
+        done = self.engine.finish_save()
+        if done is None or done.error:
+            raise OSError(done.error if done else "no write was in progress")
 
     def load(self, folder: str) -> None:
         self.engine.load(folder)
@@ -125,15 +132,11 @@ class Device:
         self.engine.close()
 
 
-def serve(number: int, setting: Setting, connection: Connection) -> None:
+def serve(setting: Setting, connection: Connection) -> None:
     """Run commands `(method, arguments)` of a `Device` one after the other and answer each with (True, value) or
     (False, error); "abort" at once. Ends with None."""
-    set_environment()
     use_interface(LOOPBACK, own_address=LOOPBACK)
     torch.set_num_threads(1)
-    if setting.device == "cuda":  # before CUDA is used: as a worker of a run, it sees its own device alone
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
     device = Device(setting)
     commands: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
 
@@ -158,6 +161,22 @@ def serve(number: int, setting: Setting, connection: Connection) -> None:
             connection.send((False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"))
 
 
+@contextmanager
+def seeing(device: str, number: int) -> Iterator[None]:
+    """Processes that start meanwhile see this device alone, as workers of a run do: their libraries are told before
+    they are loaded."""
+    name = VISIBLE.get(device)
+    before = os.environ.get(name) if name else None
+    if name:
+        os.environ[name] = before.split(",")[number] if before else str(number)
+    try:
+        yield
+    finally:
+        if name:
+            del os.environ[name]
+            os.environ.update({name: before} if before else {})
+
+
 class Node:
     """Processes of a node, one a device."""
 
@@ -166,8 +185,9 @@ class Node:
         self.connections, self.processes = [], []
         for number in range(num_devices):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(number, setting, theirs), daemon=True)
-            process.start()
+            process = context.Process(target=serve, args=(setting, theirs), daemon=True)
+            with seeing(setting.device, number):
+                process.start()
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)

@@ -157,6 +157,7 @@ def attempts(
                 yield found
                 if "error" in found:
                     break
+        del thing  # before there is another
         free_memory(device)
 
 

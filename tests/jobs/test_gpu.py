@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -211,24 +212,30 @@ def test_sizes_fit_by_the_memory_model(scripts: Any, gib: float) -> None:
 
 
 def test_a_failed_attempt_leaves_the_next_alone(scripts: Any) -> None:
-    """Out of memory is told in one line; the next attempt gets a thing that the failed one has not seen."""
-    made: list[list[int]] = []
+    """Out of memory is told in one line; the next attempt gets a thing that the failed one has not seen, made when that
+    is gone."""
+    made: list[Any] = []
+
+    class Thing:
+        seen = 0
 
     @contextmanager
-    def make() -> Iterator[list[int]]:
-        made.append([])
-        yield made[-1]
+    def make() -> Iterator[Thing]:
+        assert not [each for each in made if each()]
+        thing = Thing()
+        made.append(weakref.ref(thing))
+        yield thing
 
-    def fine(thing: list[int]) -> Any:
-        thing.append(1)
-        return {"seen": len(thing)}
+    def fine(thing: Thing) -> Any:
+        thing.seen += 1
+        return {"seen": thing.seen}
 
-    def too_much(thing: list[int]) -> Any:
-        thing.append(1)
+    def too_much(thing: Thing) -> Any:
+        thing.seen += 1
         return {"sum": float(torch.ones(1 << 60).sum())}
 
     first, failed, *others = scripts.gpu_sizes.attempts(make, [fine, too_much, fine, fine], device=CPU)
-    assert [first, *others] == [{"seen": 1}, {"seen": 1}, {"seen": 2}] and made == [[1, 1], [1, 1]]
+    assert [first, *others] == [{"seen": 1}, {"seen": 1}, {"seen": 2}] and len(made) == 2
     assert list(failed) == ["error"] and failed["error"].startswith("RuntimeError: ") and "\n" not in failed["error"]
     assert scripts.gpu_sections._failures([{"fine": 1}]) == {}
     assert scripts.gpu_sections._failures([{"fine": 1}, failed, failed]) == failed
@@ -344,6 +351,17 @@ def test_two_devices_and_a_killed_process(scripts: Any, bench: Any) -> None:
     assert "| qwen3 | 2 | 96 |" in text and "exchanges ended" in text
     with pytest.raises(ValueError, match="--devices is 1, must be 2 or more"):
         scripts.gpu_sections.SECTIONS["devices"](bench)
+
+
+def test_processes_see_a_device_each(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(device: str, number: int) -> str | None:
+        with scripts.gpu_devices.seeing(device, number):
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (seen("cuda", 1), seen("cpu", 1)) == ("1", None) and "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert seen("cuda", 1) == "6" and os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
 
 
 def test_targets_are_met_or_missed(scripts: Any) -> None:
