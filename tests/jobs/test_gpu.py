@@ -2,6 +2,7 @@
 out and where it failed, and keeps what it had."""
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -241,6 +242,35 @@ def test_a_failed_attempt_leaves_the_next_alone(scripts: Any) -> None:
     assert scripts.gpu_sections._failures([{"fine": 1}, failed, failed]) == failed
 
 
+def test_training_goes_on_after_running_out_of_memory(
+    scripts: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the backward pass, after which an engine runs no step: the next size has another, with first weights."""
+    training = scripts.gpu_training
+    original = training.train_steps
+    sizes = dataclasses.replace(bench.sizes, tokens=(40, 48))
+    monkeypatch.setattr(training, "baselines_of", lambda _: ())
+
+    def fail(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def failing(output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(fail)
+        return output
+
+    def once(rank: Any, rows: Any, **keys: Any) -> Any:
+        if len(rows) < 3:
+            rank.engine.generation.module.layers[1].register_forward_hook(lambda _, __, output: failing(output))
+        return original(rank, rows, **keys)
+
+    monkeypatch.setattr(training, "train_steps", once)
+    first, second = training.compared(dataclasses.replace(bench, sizes=sizes), "", keep=lambda _: None)
+    assert [row["num_documents"] for row in (first, second)] == [2, 3]
+    assert first["ours"] == {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"}
+    assert second["ours"]["losses"][0] > second["ours"]["losses"][1] > 0
+
+
 def test_a_failed_section_keeps_what_it_had(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(bench: Any) -> Any:
         bench.keep({"rows": [1]})
@@ -336,8 +366,6 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_two_devices_and_a_killed_process(scripts: Any, bench: Any) -> None:
-    import dataclasses
-
     import tests.execute.gloo  # noqa: F401  whose server forks the processes
 
     kept: list[Any] = []
