@@ -100,13 +100,21 @@ def fewest_recomputed(model: ModelProfile, *, num_tokens: int, memory_bytes: int
         InfeasiblePlanError: they do not even with all.
     """
     for layers in range(model.num_layers + 1):
-        needed = predicted_bytes(model, num_tokens=num_tokens, recomputed_layers=layers, dtype=dtype)
-        if needed <= MEMORY_SHARE * memory_bytes:
+        if fitting_tokens(model, memory_bytes=memory_bytes, recomputed_layers=layers, dtype=dtype) >= num_tokens:
             return layers
+    needed = predicted_bytes(model, num_tokens=num_tokens, recomputed_layers=model.num_layers, dtype=dtype)
     raise InfeasiblePlanError(
         f"{num_tokens} tokens of {model.name} need {needed / 2**30:.3g} GiB with all layers recomputed, the device has "
         f"{memory_bytes / 2**30:.3g} GiB; take fewer"
     )
+
+
+def fitting_tokens(model: ModelProfile, *, memory_bytes: int, recomputed_layers: int, dtype: str) -> int:
+    """Tokens of a step that fit into `MEMORY_SHARE` of the device by the memory model; 0 or less if none do."""
+    element = BYTES[dtype]
+    fixed = state_bytes(model, num_devices=1, bytes_per_element=element, reduce_every="step")
+    each = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=element)
+    return (int(MEMORY_SHARE * memory_bytes) - fixed) // each
 
 
 def forget_peak(device: torch.device) -> None:
@@ -165,13 +173,13 @@ def register_kernel(kernel: AttentionKernel, lengths: Sequence[int]) -> None:
 
 
 class PlainTrainer:
-    """The library's model with the first weights that a run draws, in fp32, computing by autocast in the run's dtype;
+    """The library's model with the first weights that `alone` draws, in fp32, computing by autocast in the run's dtype;
     `halve` puts the weights in bf16 too. Nothing of ours is left in it but first weights and optimizer."""
 
     def __init__(self, config: Config, library: PreTrainedConfig, *, device: torch.device) -> None:
         self._config, self._device = config, device
         wrapped = empty_model(library, dtype=config.model.dtype)
-        initializer = Initializer(wrapped, seed=config.run.seed)
+        initializer = Initializer(wrapped, seed=config.run.seed, draw_on=device)
         wrapped.to_empty(device=device)
         wrapped.tie()
         initializer.fill(wrapped)

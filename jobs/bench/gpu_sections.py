@@ -5,25 +5,27 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from gpu_conformance import CASES, TINY, conform, kernels_of
+from gpu_devices import devices
 from gpu_overhead import copier_of, overhead, time_beside
-from gpu_plain import predicted_bytes, train_steps
-from gpu_sizes import LITTLE, Bench, Found, attempt
+from gpu_plain import fitting_tokens, predicted_bytes, train_steps
+from gpu_sizes import LITTLE, Bench, Found, attempts
 from gpu_training import compared
 
 from rayfcp.bench.alone import Alone, alone, profile_alone
 from rayfcp.bench.attention import bench_attention, dense, random_batch
 from rayfcp.bench.request import attention_only
 from rayfcp.bench.serial import Stopwatch
+from rayfcp.data import tokenizer_of
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.models.describe import model_config, profile_of
 from rayfcp.plan import model_profile
-
-SAFE_SHARE = 0.9
-"""Of a device's memory; steps that need more by the memory model are left out."""
+from rayfcp.values import ModelProfile
 
 
 def conformance(bench: Bench) -> Found:
@@ -56,6 +58,7 @@ def attention(bench: Bench) -> Found:
         found = bench_attention(bench.asked(lengths=mix, block_lengths=lengths), log=bench.log)
         assert not found.wrong, [(each.strategy, each.error) for each in found.wrong]
         runs.append(found.as_json())
+        bench.keep({"runs": runs})
         for row in runs[-1]["results"]:
             if row["strategy"] == "flex-block" and row["feasible"]:
                 targets[f"{mix}: efficiency of flex-block"] = {"found": row["efficiency"], "at_least": 0.95}
@@ -76,35 +79,73 @@ def one_rank(bench: Bench) -> Found:
 
 def training(bench: Bench) -> Found:
     """Steps of whole models on packed documents, ours and the library's own."""
-    rows = [row for model in bench.sizes.models for row in compared(bench, model)]
+    rows: list[Found] = []
+    for name in bench.sizes.models:
+        before = list(rows)
+
+        def keep(found: Sequence[Found], before: Sequence[Found] = before) -> None:
+            bench.keep(_trained([*before, *found]))
+
+        rows += compared(bench, name, keep=keep)
+    return _trained(rows)
+
+
+def _trained(rows: Sequence[Found]) -> Found:
     targets = {}
     for row in rows:
-        name = f"{row['model']}, {row['num_tokens']} tokens"
-        plain = [each["tokens_per_s"] for each in row["plain"].values() if "tokens_per_s" in each]
-        if plain and "tokens_per_s" in row["ours"]:
+        name, ours = f"{row['model']}, {row['num_tokens']} tokens", row.get("ours", {})
+        plain = [each["tokens_per_s"] for each in row.get("plain", {}).values() if "tokens_per_s" in each]
+        if plain and "tokens_per_s" in ours:
             targets[f"{name}: over the fastest plain run"] = {
-                "found": row["ours"]["tokens_per_s"] / max(plain),
+                "found": ours["tokens_per_s"] / max(plain),
                 "at_least": 1.0,
             }
-        if name == "qwen3-1.7b, 32768 tokens" and row["ours"].get("mfu"):
-            targets[f"{name}: MFU"] = {"found": row["ours"]["mfu"], "at_least": 0.45}
-    return {"rows": rows, "targets": targets, **_failures([row["ours"] for row in rows])}
+        if name == "qwen3-1.7b, 32768 tokens" and ours.get("mfu"):
+            targets[f"{name}: MFU"] = {"found": ours["mfu"], "at_least": 0.45}
+    return {"rows": list(rows), "targets": targets, **_failures([row.get("ours", {}) for row in rows])}
 
 
 def memory(bench: Bench) -> Found:
-    """Peaks of steps beside what the memory model says, with no, half and all layers recomputed."""
-    rows = []
+    """Peaks of steps beside what the memory model says, with no, half and all layers recomputed, each of as many tokens
+    as fit by it, up to the bench's."""
+    rows: list[Found] = []
     for name in bench.sizes.models:
-        pack = bench.documents(bench.sizes.memory_tokens)
-        with alone(bench.config(name), device=bench.device, lengths=pack) as rank:
-            every = range(len(pack))
-            for layers in (0, rank.model.num_layers // 2, rank.model.num_layers):
-                bench.log(f"{rank.model.name}: {sum(pack)} tokens, {layers} layers recomputed")
-                work = partial(_peak, bench, rank=rank, rows=every, layers=layers)
-                rows.append(attempt(work, device=bench.device) | {"model": rank.model.name, "recomputed": layers})
-                if "error" in rows[-1]:
-                    break  # the engine runs no further step
-    return {"num_tokens": bench.sizes.memory_tokens, "rows": rows, **_failures(rows)}
+        config = bench.config(name)
+        library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
+        model = profile_of(library, name=name or library.model_type)
+        works = []
+        for layers in (0, model.num_layers // 2, model.num_layers):
+            row: Found = {"model": model.name, "recomputed": layers, "num_tokens": _tokens(bench, model, layers)}
+            rows.append(row)
+            if row["num_tokens"] < 1:
+                row["left_out"] = "states and one token need more than the device has"
+            else:
+                works.append((row, bench.documents(row["num_tokens"])))
+        packs = list(accumulate((len(pack) for _, pack in works), initial=0))
+        made = partial(alone, config, device=bench.device, lengths=[each for _, pack in works for each in pack])
+        tried = [
+            partial(_peak, bench, row=row, rows=range(start, start + len(pack)))
+            for (row, pack), start in zip(works, packs, strict=False)
+        ]
+        for (row, _), found in zip(works, attempts(made, tried, device=bench.device), strict=True):
+            row.update(found)
+            bench.keep({"rows": rows})
+    targets = {
+        f"{row['model']}, {row['recomputed']} recomputed: predicted over peak": {
+            "found": row["predicted_over_peak"],
+            "at_least": 0.95,
+            "at_most": 1.05,
+        }
+        for row in rows
+        if row.get("predicted_over_peak")
+    }
+    return {"rows": rows, "targets": targets, **_failures(rows)}
+
+
+def _tokens(bench: Bench, model: ModelProfile, layers: int) -> int:
+    memory_bytes = backend_of(bench.device).total_memory_bytes(bench.device)
+    fit = fitting_tokens(model, memory_bytes=memory_bytes, recomputed_layers=layers, dtype=bench.sizes.dtype)
+    return min(bench.sizes.memory_tokens, fit)
 
 
 def _failures(attempts: Sequence[Found]) -> Found:
@@ -113,12 +154,10 @@ def _failures(attempts: Sequence[Found]) -> Found:
     return {"error": "; ".join(found)} if found else {}
 
 
-def _peak(bench: Bench, *, rank: Alone, rows: range, layers: int) -> Found:
-    tokens = sum(rank.lengths[row] for row in rows)
-    predicted = predicted_bytes(rank.model, num_tokens=tokens, recomputed_layers=layers, dtype=bench.sizes.dtype)
-    memory_bytes = backend_of(bench.device).total_memory_bytes(bench.device)
-    if memory_bytes and predicted > SAFE_SHARE * memory_bytes:
-        return {"predicted_bytes": predicted, "skipped": f"needs more than {SAFE_SHARE:.0%} of {memory_bytes} bytes"}
+def _peak(bench: Bench, rank: Alone, *, row: Found, rows: range) -> Found:
+    tokens, layers, dtype = row["num_tokens"], row["recomputed"], bench.sizes.dtype
+    bench.log(f"{row['model']}: {tokens} tokens, {layers} layers recomputed")
+    predicted = predicted_bytes(rank.model, num_tokens=tokens, recomputed_layers=layers, dtype=dtype)
     peak = train_steps(rank, rows, recomputed_layers=layers, steps=1).peak_bytes
     return {"peak_bytes": peak, "predicted_bytes": predicted, "predicted_over_peak": predicted / peak if peak else None}
 
@@ -142,6 +181,7 @@ def profile(bench: Bench) -> Found:
             "held_out_error": measured.held_out_error,
             "simulation_error": done.simulation_error,
         }
+        bench.keep({"models": found})
     targets = {
         f"{name}: held-out error": {"found": row["held_out_error"], "at_most": 0.05} for name, row in found.items()
     }
@@ -168,6 +208,7 @@ def copies(bench: Bench) -> Found:
                 rounds=sizes.rounds,
             )
             rows.append(found.as_json())
+        bench.keep({"rows": rows})
     backend_of(device).reserve_sms(0)
     return {"rows": rows}
 
@@ -188,10 +229,11 @@ def _multiply(bench: Bench) -> Callable[[], object]:
 
 SECTIONS: dict[str, Callable[[Bench], Found]] = {
     "conformance": conformance,
-    "attention": attention,
     "one_rank": one_rank,
     "training": training,
+    "attention": attention,
     "memory": memory,
     "profile": profile,
     "copies": copies,
+    "devices": devices,
 }

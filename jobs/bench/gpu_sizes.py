@@ -1,9 +1,14 @@
 """Sizes and inputs of the measurements of `gpu.py`."""
 
 import gc
-from collections.abc import Callable
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,13 +20,14 @@ from rayfcp.values import InfeasiblePlanError
 
 Log = Callable[[str], None]
 Found = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Sizes of a run of the bench. `models`: named shapes that are trained; `shape`: keys of `model.architecture` in
-    their place. `document_tokens`: longer ones are cut, if it is given. `copies`: multiprocessors that copy beside
-    work."""
+    their place. `document_tokens`: longer ones are cut, if it is given. `device_tokens`: of each of several devices.
+    `copies`: multiprocessors that copy beside work."""
 
     dtype: str
     heads: str
@@ -41,6 +47,7 @@ class Sizes:
     memory_tokens: int
     steps: int
     profile_tokens: int
+    device_tokens: int
     copies: tuple[int, ...]
     copied_bytes: int
     matmul: int
@@ -65,6 +72,7 @@ FULL = Sizes(
     memory_tokens=16384,
     steps=3,
     profile_tokens=16384,
+    device_tokens=8192,
     copies=(1, 2, 4, 8, 16, 32),
     copied_bytes=1 << 28,
     matmul=8192,
@@ -89,6 +97,7 @@ LITTLE = Sizes(
     memory_tokens=48,
     steps=1,
     profile_tokens=128,
+    device_tokens=48,
     copies=(1, 2),
     copied_bytes=1 << 16,
     matmul=64,
@@ -97,11 +106,22 @@ LITTLE = Sizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Inputs of all sections."""
+    """Inputs of all sections. `keep` is called with what a long section has so far, which counts if it is cut off at
+    `stop_s`, in seconds since the epoch. `num_devices`: of this node, for the section that needs several; their
+    processes start by `start_method` of multiprocessing."""
 
     device: torch.device
     sizes: Sizes
     log: Log
+    keep: Callable[[Found], object] = lambda _: None
+    stop_s: float = math.inf
+    num_devices: int = 1
+    start_method: str = "spawn"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.stop_s - time.time()
 
     def asked(self, **changes: Any) -> BenchRequest:
         """Request to measure attention, with heads and sizes of this bench."""
@@ -124,6 +144,23 @@ class Bench:
         return lengths_of(asked)
 
 
+def attempts(
+    make: Callable[[], AbstractContextManager[T]], works: Iterable[Callable[[T], Found]], *, device: torch.device
+) -> Iterator[Found]:
+    """What each of `works` finds with a thing that `make` makes, or its error, usually out of memory. After an error
+    the next one gets a new thing: engines run no step after one that failed, and memory may be held by what is left."""
+    todo = deque(works)
+    while todo:
+        with make() as thing:
+            while todo:
+                found = attempt(partial(todo.popleft(), thing), device=device)
+                yield found
+                if "error" in found:
+                    break
+        del thing  # before there is another
+        free_memory(device)
+
+
 def attempt(work: Callable[[], Found], *, device: torch.device) -> Found:
     """Return its result, or the reason for having none, usually out of memory; frees the memory that it held."""
     try:
@@ -131,6 +168,10 @@ def attempt(work: Callable[[], Found], *, device: torch.device) -> Found:
     except (RuntimeError, InfeasiblePlanError) as error:
         return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     finally:
-        gc.collect()
-        if backend_of(device).streams is not None:
-            getattr(torch, device.type).empty_cache()
+        free_memory(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what garbage and torch's allocator hold."""
+    gc.collect()
+    backend_of(device).release_cached_memory()

@@ -96,7 +96,7 @@ class Alone:
 
 @contextmanager
 def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)) -> Iterator[Alone]:
-    """The run's model with first weights, in a world of one device, until the end of the `with` block.
+    """The run's model with first weights, drawn on the device, in a world of one, until the end of the `with` block.
 
     Raises:
         ConfigError: no such model, one that cannot run, or a configuration for more than one device.
@@ -116,7 +116,9 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
         engine.join(
             MeshPosition(rank=0, num_ranks=1),
             store=lambda: store,
-            make_model=lambda world: sharded_model(library, run=config.model, seed=config.run.seed, world=world),
+            make_model=lambda world: sharded_model(
+                library, run=config.model, seed=config.run.seed, world=world, draw_on=device
+            ),
             hidden_size=text_of(library).hidden_size,
             layers_of_stage=(text_of(library).num_hidden_layers,),
         )

@@ -32,10 +32,12 @@ class Initializer:
 
     Created from a model on the meta device before it is sharded. A value depends on (seed, module name) alone; at most
     one module's weights are whole at a time. The distribution is that of the innermost library model around the module.
+
+    `draw_on`: the device that draws. Others than the CPU are faster, but their numbers depend on the kind of device.
     """
 
-    def __init__(self, model: CausalLM, *, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, model: CausalLM, *, seed: int, draw_on: torch.device | str = "cpu") -> None:
+        self._seed, self._draw_on = seed, draw_on
         families = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         self._templates = {name: _alone(module) for name, module in holders.items()}
@@ -64,7 +66,7 @@ class Initializer:
             template.to("meta")
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
-        fresh = template.to_empty(device="cpu").float()
+        fresh = template.to_empty(device=self._draw_on).float()
         own: list[Tensor] = list(fresh.parameters()) if name in self._mixed else []
         for tensor in own:
             tensor.detach().fill_(torch.nan)
@@ -131,18 +133,19 @@ def sharded_model(
     layers_of_stage: Sequence[int] = (),
     empty: bool = False,
     compiled: bool = False,
+    draw_on: torch.device | str = "cpu",
 ) -> CausalLM:
     """This device's shard of its stage of the run's model, with initial weights: drawn from `seed`, the same for any
     world, or those of `run.path` if `run.init` is pretrained. Layers are split evenly if `layers_of_stage` is empty.
 
     `empty`: parameters are uninitialised, to be filled from elsewhere; buffers are not.
-    `compiled`: see `compile_parts`.
+    `compiled`: see `compile_parts`. `draw_on`: see `Initializer`.
     """
     sizes = layers_of_stage or split_layers(text_of(config).num_hidden_layers, world.position.num_stages)
     model = empty_model(
         config, dtype=run.dtype, stage=stages_of(sizes)[world.position.stage], freeze_vision=run.freeze_vision
     )
-    initializer = Initializer(model, seed=seed)
+    initializer = Initializer(model, seed=seed, draw_on=draw_on)
     mesh = stage_mesh(world)
     if world.position.tensor_parallel > 1:
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])

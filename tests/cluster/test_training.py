@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -10,9 +11,12 @@ import pytest
 
 from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
+from rayfcp.execute.reports import DeviceReport
+from rayfcp.program import RankProgram
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.values import StepReport
+from rayfcp.values import GlobalBatch, StepReport
 from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.waiting import PATIENCE_S
@@ -181,6 +185,28 @@ def test_a_worker_that_raises_ends_the_run_with_its_cause(
     config = run_config(folder, name="bad", data={"paths": [str(broken)], "format": "prepared"}, train={"steps": 3})
     with pytest.raises(RunFailedError, match=r"rank [01] failed: IndexError"):
         FlexTrainer(config).fit()
+
+
+class FullWorker(DeviceWorker):
+    """The device of rank 1 is full in step 2."""
+
+    def step(self, program: RankProgram, batch: GlobalBatch, **keys: Any) -> DeviceReport:
+        if (batch.step, program.rank) == (2, 1):
+            self._engine.run_step = self._fail  # type: ignore[method-assign]
+        return super().step(program, batch, **keys)
+
+    def _fail(self, *_: Any, **__: Any) -> DeviceReport:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_out_of_memory_is_the_users_to_correct(folder: Path) -> None:
+    """The command ends with code 2 at such an error, though the other rank waits for an exchange."""
+    config = run_config(folder, name="full", train={"steps": 3})
+    told = r"out of memory in step 2, rank 1, stage 0, .*: its plan counts on .* GiB; .*Tried to allocate 2.00 GiB\.\)$"
+    with pytest.raises(ConfigError, match=told):
+        FlexTrainer(config, worker=FullWorker).fit()
 
 
 def _enlarge_tokens(shard: Path) -> None:

@@ -15,11 +15,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
+from rayfcp.cluster.planning.out_of_memory import out_of_memory, step_of
 from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.workers.environment import set_environment, use_interface
 from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous, Waited
 from rayfcp.cluster.workers.lifetime import OrphanWatch
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, DeviceReport, FileSum, Joined, SavedPart, find_damage
@@ -162,7 +163,8 @@ class DeviceWorker:
         from rayfcp.models.library import text_of
 
         use_interface(rendezvous.host, own_address=ray.util.get_node_ip_address())
-        library, cluster = model_config(self._config.model, vocab_size=self._vocab_size), rendezvous.cluster
+        library = model_config(self._config.model, vocab_size=self._vocab_size)
+        cluster = self._cluster = rendezvous.cluster
 
         def store() -> dist.Store:
             timeout = timedelta(seconds=self._config.elastic.start_timeout_s)
@@ -224,10 +226,20 @@ class DeviceWorker:
         self._engine.copies.drop_all()
 
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
-        """Time a pass of each shape on all ranks at once; parameters stay unchanged."""
+        """Time a pass of each shape on all ranks at once; parameters stay unchanged.
+
+        Raises:
+            ConfigError: the device ran out of memory.
+        """
+        import torch
+
         from rayfcp.execute.calibrate import time_passes
 
-        return time_passes(self._engine, shapes)
+        try:
+            return time_passes(self._engine, shapes)
+        except torch.OutOfMemoryError as error:
+            most = max(-(-each.num_tokens // each.degree) for each in shapes)
+            raise self._out_of_memory(error, f"timed passes of up to {most} tokens a rank") from error
 
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
         """Time attention, linear layers, messages and gathers alone, on all ranks at once."""
@@ -246,19 +258,48 @@ class DeviceWorker:
         pixels: Sequence[Any] = (),
     ) -> DeviceReport:
         """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
-        a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step."""
+        a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step.
+
+        Raises:
+            ConfigError: the device ran out of memory.
+        """
+        import torch
+
         self._watch.on_call()
-        report = self._engine.run_step(
-            program,
-            batch,
-            plan_hash=plan_hash,
-            snapshot=snapshot,
-            safe=safe,
-            on_copy=lambda header: self._pusher.offer(header, safe=safe),
-            decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
-        )
+        try:
+            report = self._engine.run_step(
+                program,
+                batch,
+                plan_hash=plan_hash,
+                snapshot=snapshot,
+                safe=safe,
+                on_copy=lambda header: self._pusher.offer(header, safe=safe),
+                decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
+            )
+        except torch.OutOfMemoryError as error:
+            done, model = self._engine.beat().num_done, self._model()
+            what = step_of(
+                program, step=batch.step, num_done=done, config=self._config, model=model, cluster=self._cluster
+            )
+            raise self._out_of_memory(error, what) from error
         pushed = self._pusher.pushed
         return dataclasses.replace(report, kept=pushed.kept, push_s=pushed.seconds, store_lost=pushed.lost)
+
+    def _out_of_memory(self, error: BaseException, what: str) -> ConfigError:
+        assert self._facts is not None, "the device is open"
+        return out_of_memory(
+            error,
+            what=what,
+            config=self._config,
+            model=self._model(),
+            num_stages=self._cluster.num_stages,
+            facts=self._facts,
+        )
+
+    def _model(self) -> ModelProfile:
+        from rayfcp.cluster.dataset import described_model
+
+        return described_model(self._config, vocab_size=self._vocab_size)[1]
 
     def begin_save(self, folder: str) -> None:
         self._engine.begin_save(folder)

@@ -1,0 +1,75 @@
+"""A device that ran out of memory: what its program should have needed, and the keys that make it need less."""
+
+from rayfcp.cluster.planning.capacity import GIB, device_memory
+from rayfcp.cluster.planning.measured import BYTES
+from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.config import Config, ConfigError
+from rayfcp.cost.analytic import device_model
+from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, token_bytes
+from rayfcp.program import Encode, Forward, RankProgram
+from rayfcp.program.ledger import Stage, held_bytes
+from rayfcp.values import ClusterSpec, ModelProfile
+
+
+def out_of_memory(
+    error: BaseException, *, what: str, config: Config, model: ModelProfile, num_stages: int, facts: DeviceFacts
+) -> ConfigError:
+    """The allocator's error of a device as one for the user; `what` ran out of memory."""
+    budget, train = device_memory(config, [facts]), config.train
+    remedy = f"set cluster.memory_gib_per_device below {budget / GIB:.3g}, so that plans give a rank fewer tokens, or "
+    if num_stages > 1:
+        remedy += "add devices"
+    else:
+        remedy += f"train.recompute_layers above {train.recompute_layers} (of {model.num_layers})"
+    # Without torch's advice about its allocator, which rayfcp has set.
+    told = " ".join(str(error).split()).partition(" If reserved but unallocated")[0]
+    return ConfigError(
+        f"out of memory in {what}; plans may use {budget / GIB:.3g} GiB, the device has "
+        f"{facts.memory_bytes / GIB:.3g} GiB; {remedy}, and start again ({told})"
+    )
+
+
+def step_of(
+    program: RankProgram, *, step: int, num_done: int, config: Config, model: ModelProfile, cluster: ClusterSpec
+) -> str:
+    """A step of which `num_done` instructions are done, and the memory that its plan counts on."""
+    at = program.instructions[num_done : num_done + 1]
+    where = f"{type(at[0]).__name__.lower()} of microbatch {at[0].microbatch}" if at else "the update"
+    predicted = predicted_bytes(program, config=config, model=model, cluster=cluster)
+    return (
+        f"step {step}, rank {program.rank}, stage {program.stage}, {where}: its plan counts on "
+        f"{predicted / GIB:.3g} GiB"
+    )
+
+
+def predicted_bytes(program: RankProgram, *, config: Config, model: ModelProfile, cluster: ClusterSpec) -> int:
+    """Peak of a device that runs `program`, by the memory model that its plan counted with."""
+    own, train, size = device_model(model, cluster.tensor_parallel), config.train, BYTES[config.model.dtype]
+    layers = cluster.layers_of_stage or (model.num_layers,)
+    fixed = stage_state_bytes(
+        own,
+        layers_of_stage=layers,
+        stage=program.stage,
+        num_ranks=cluster.num_ranks,
+        bytes_per_element=size,
+        reduce_every=train.reduce_every,
+        gather_every=train.gather_every,
+    )
+    if len(layers) > 1:
+        stage = Stage(
+            layers=layers[program.stage],
+            is_last=program.stage + 1 == len(layers),
+            layer=layer_bytes(own, bytes_per_element=size),
+            num_kv_heads=own.num_kv_heads,
+        )
+        return fixed + int(held_bytes(program, stage)[0].max(initial=0))
+    held: dict[int, int] = {}  # by microbatch: one at a time has activations
+    for item in program.instructions:
+        if isinstance(item, Forward):
+            each = token_bytes(own, recomputed_layers=item.recomputed_layers, bytes_per_element=size)
+            held[item.microbatch] = held.get(item.microbatch, 0) + item.attention.num_tokens * each
+        elif isinstance(item, Encode):
+            patches = sum(run.count * run.num_patches for run in item.images)
+            kept, working = patch_bytes(own, bytes_per_element=size)
+            held[item.microbatch] = held.get(item.microbatch, 0) + patches * (kept + working)
+    return fixed + max(held.values(), default=0)
