@@ -212,7 +212,7 @@ def _here(args: argparse.Namespace) -> None:
         os.environ["NUMBA_DISABLE_JIT"] = "1"
     from rayfcp.cluster.workers.environment import set_environment
 
-    set_environment()  # before torch is imported
+    set_environment({})  # before torch is imported; processes of several devices choose theirs themselves
     names = _names(args)
     compiling = None
     if PLANNED in names and "NUMBA_DISABLE_JIT" not in os.environ:
