@@ -285,7 +285,7 @@ def test_a_failed_section_keeps_what_it_had(scripts: Any, tmp_path: Path, monkey
 def test_sections_that_do_not_fit_are_left_out(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = scripts.gpu
     monkeypatch.setattr(gpu, "_section", lambda name, _: {"wall_s": 1.0})
-    monkeypatch.setattr("rayfcp.cluster.workers.environment.set_environment", lambda: None)
+    monkeypatch.setattr("rayfcp.cluster.workers.environment.set_environment", lambda granted: None)
     names = {"sections": "copies,conformance", "folder": str(tmp_path)}
     assert gpu._estimate("training", argparse.Namespace(models="a,b,c", tiny=False)) == 1.5 * gpu.SECONDS["training"]
     gpu._here(argparse.Namespace(**names, stop_s=time.time() + 35.5, tiny=False, models=None))
