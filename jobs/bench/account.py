@@ -22,6 +22,7 @@ import torch
 from account_tally import Flight, Tally, tally
 
 from rayfcp import plan_lengths
+from rayfcp.compare.planning import PlannedBatch
 from rayfcp.config import config_of_keys
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import model_flops
@@ -45,28 +46,36 @@ COMPILED_LAUNCH_S = 5e-6
 """Assumed host time of a launch in compiled code."""
 ROUND_S = 200e-6
 """Assumed host time of posting a round's messages through `batch_isend_irecv`."""
-END_S = 0.125
-"""Assumed: loss and norm read back, the norm's and the update's launches over all parameters, the report, and the next
-step's call."""
+END_S = 0.05
+"""Assumed: between steps the device waits while the host reads loss, norm and the timing events of messages, reports,
+and is called again."""
+COPY_LAUNCHES = 3
+"""Per parameter tensor, to copy weight and moments to the host."""
+UPDATE_LAUNCHES = 10
+"""Assumed, per parameter tensor: four for the norm, and as much time as six for AdamW on DTensors; none where norm and
+update run for all local shards at once."""
 UPDATE_BYTES = 28
 """Per parameter that a rank holds: AdamW reads weight, gradient and two moments in fp32, and writes three."""
 SHARDING_BYTES = 14
 """Per parameter and microbatch: bf16 weights gathered in two passes are copied out (read and write, 4 each); gradients
 are copied in for the reduction, or added up, in fp32 (6)."""
 
+REPEATS = (True, False)
 Costs = Counter[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a step runs with. `repeats`: recomputed layers repeat their attention; `compiled`: all of a layer but
-    attention."""
+    attention; `in_triton`: merges of partial results, and the loss;
+    `updates_at_once`: norm and update of all local shards."""
 
     name: str
     is_newest: bool = False
     repeats: bool = True
     compiled: bool = False
-    fused_merge: bool = False
+    in_triton: bool = False
+    updates_at_once: bool = False
 
 
 SETUPS = (
@@ -74,16 +83,21 @@ SETUPS = (
     Setup(name="+ FlashAttention-3 or 4", is_newest=True),
     Setup(name="+ kept attention outputs", is_newest=True, repeats=False),
     Setup(name="+ compiled layers", is_newest=True, repeats=False, compiled=True),
-    Setup(name="+ fused merge", is_newest=True, repeats=False, compiled=True, fused_merge=True),
+    Setup(name="+ merge and loss in Triton", is_newest=True, repeats=False, compiled=True, in_triton=True),
+    Setup(name="+ update at once", is_newest=True, repeats=False, compiled=True, in_triton=True, updates_at_once=True),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Of one step of a rank. `again_s`: recomputation; `exposed_s`: messages that nothing hides; `idle_s`: the device
-    waits for the host; `end_s`: from the last gradient to the next step."""
+    """Of one step of a rank. `degrees`: of the plan's groups; `layers_again`, `again_s`: recomputed; `exposed_s`:
+    messages that nothing hides; `idle_s`: the device waits for the host; `end_s`: from the last gradient to the next
+    step."""
 
     setup: str
+    degrees: str
+    microbatches: int
+    layers_again: int
     launches: float
     merge_gb: float
     product_s: float
@@ -101,7 +115,8 @@ class Account:
 
 
 class Accountant:
-    """Accounts of the steps of one model with one kind of documents.
+    """Accounts of the steps of one model with one kind of documents; plans and tallies by whether layers repeat their
+    attention.
 
     Args:
         primitives: as `plan.primitives`.
@@ -111,18 +126,16 @@ class Accountant:
         self, model: str, *, hardware: str, ranks: int, document: int, tokens_per_rank: int, primitives: Sequence[str]
     ) -> None:
         self._model, self._hardware, self._ranks = model_profile(model), hardware_profile(hardware), ranks
-        lengths = [document] * max(tokens_per_rank * ranks // document, 1)
-        options = PlanConfig(primitives=tuple(primitives))
-        self.plan = plan_lengths(lengths, model=model, hardware=hardware, ranks=ranks, options=options)
-        programs = lower(self.plan, self.plan.sequences, reduce_every="step")
-        self._runs = _passes(model, self._model, max(programs, key=_pairs))
-        self.num_tokens = sum(lengths)
+        self._lengths = [document] * max(tokens_per_rank * ranks // document, 1)
+        keys = {"model": model, "hardware": hardware, "ranks": ranks, "options": PlanConfig(primitives=primitives)}
+        self.plans = {repeats: plan_lengths(self._lengths, keep_attention=not repeats, **keys) for repeats in REPEATS}
+        self.runs = {repeats: _passes(model, self._model, _busiest(plan)) for repeats, plan in self.plans.items()}
 
     def account(self, setup: Setup) -> Account:
         """The step with `setup`."""
-        layers, again = self._model.num_layers, self.plan.recomputed_layers
-        runs = [self._costs(*each, setup=setup) for each in self._runs[setup.fused_merge]]
-        one, two, recomputed = runs
+        layers, again = self._model.num_layers, self.plans[setup.repeats].recomputed_layers
+        runs = self.runs[setup.repeats][setup.in_triton]
+        one, two, recomputed = (self._costs(*each, setup=setup) for each in runs)
         layer, repeated = _less(two, one), _less(recomputed, one)
         rest, between = _less(one, layer), "fused" if setup.compiled else "eager"
         total = Costs({key: rest[key] + layers * layer[key] + again * repeated[key] for key in two})
@@ -132,17 +145,25 @@ class Accountant:
         return self._summed(setup, total, again_s=again * _device_s(repeated))
 
     def _summed(self, setup: Setup, total: Costs, *, again_s: float) -> Account:
-        model, count = self._model, len(self.plan.microbatches)
+        model, plan = self._model, self.plans[setup.repeats]
+        count, degrees = len(plan.microbatches), {len(each.ranks) for at in plan.microbatches for each in at.groups}
         sharding_s = SHARDING_BYTES * model.num_parameters * count / MEMORY_BYTES_PER_S
         exposed_s = total["exposed_s"] + count * _exposed_shards_s(model, self._hardware, ranks=self._ranks)
-        end_s = END_S + UPDATE_BYTES * model.num_parameters / self._ranks / MEMORY_BYTES_PER_S
+        each = COPY_LAUNCHES + (0 if setup.updates_at_once else UPDATE_LAUNCHES)
+        tensors = (11 if model.head_norms else 9) * model.num_layers + 3
+        end_s = (
+            END_S + LAUNCH_S * each * tensors + UPDATE_BYTES * model.num_parameters / self._ranks / MEMORY_BYTES_PER_S
+        )
         host_s = total["host_s"] + total["between_host_s"]
         device_s = _device_s(total) + sharding_s
         idle_s = max(host_s - device_s - exposed_s, 0.0)
         step_s = device_s + exposed_s + idle_s + end_s
-        flops = model_flops(model, self.plan.sequences)
+        flops = model_flops(model, plan.sequences)
         return Account(
             setup=setup.name,
+            degrees=", ".join(map(str, sorted(degrees))),
+            microbatches=count,
+            layers_again=plan.recomputed_layers,
             launches=total["launches"] + total["between_launches"],
             merge_gb=total["merge_bytes"] / 1e9,
             product_s=total["product_s"],
@@ -155,28 +176,23 @@ class Accountant:
             again_s=again_s,
             end_s=end_s,
             step_s=step_s,
-            tokens_per_s=self.num_tokens / self._ranks / step_s,
+            tokens_per_s=sum(self._lengths) / self._ranks / step_s,
             mfu=flops / (self._ranks * self._hardware.peak_flops * step_s),
         )
 
     def _costs(self, found: Tally, flights: Sequence[Flight], *, setup: Setup) -> Costs:
         """Seconds and amounts of one run."""
-        phases = ("forward", "backward", "again")[: 3 if setup.repeats else 2]
-        costs = _seconds(found, phases, hardware=self._hardware, setup=setup)
-        own = [each for each in flights if each.phase in phases]
+        costs = _seconds(found, hardware=self._hardware, setup=setup)
         link_s, latency_s = 1 / self._hardware.intra_node_bandwidth, self._hardware.latency_s
-        for each in own:
-            beside = _seconds(each.beside, phases, hardware=self._hardware, setup=setup)
+        for each in flights:
+            beside = _seconds(each.beside, hardware=self._hardware, setup=setup)
             beside["between_s"] = beside["eager_s"]
             costs["exposed_s"] += max(latency_s + each.num_bytes * link_s - _device_s(beside), 0.0)
-        costs["host_s"] += ROUND_S * len(own)
+        costs["host_s"] += ROUND_S * len(flights)
         return costs
 
 
-def _seconds(found: Tally, phases: Sequence[str], *, hardware: HardwareProfile, setup: Setup) -> Costs:
-    amounts: Counter[str] = Counter()
-    for (phase, kind), amount in found.items():
-        amounts[kind] += amount if phase in phases else 0
+def _seconds(amounts: Tally, *, hardware: HardwareProfile, setup: Setup) -> Costs:
     share = hardware.attention_efficiency if setup.is_newest else FLASH_2
     attention = amounts["attention"] + hardware.attention_half_tokens * amounts["per_query"]
     launches = amounts["launches"] + amounts["attention_launches"] + amounts["merge_launches"]
@@ -214,6 +230,11 @@ def _exposed_shards_s(model: ModelProfile, hardware: HardwareProfile, *, ranks: 
     return moved / hardware.intra_node_bandwidth
 
 
+def _busiest(plan: PlannedBatch) -> RankProgram:
+    """The program of the rank with the most pairs."""
+    return max(lower(plan, plan.sequences), key=_pairs)
+
+
 def _pairs(program: RankProgram) -> float:
     kinds = (kind for item in program.instructions if isinstance(item, Forward) for kind in item.kinds)
     return sum(
@@ -222,7 +243,7 @@ def _pairs(program: RankProgram) -> float:
 
 
 def _passes(name: str, model: ModelProfile, program: RankProgram) -> dict[bool, list[tuple[Tally, list[Flight]]]]:
-    """Tallies for one layer, two, and one that is recomputed; by whether merges are fused."""
+    """Tallies for one layer, two, and one that is recomputed; by whether kernels in Triton run."""
     config = config_of_keys([f"model.name={name}", "model.dtype=bfloat16"])
     library = model_config(config.model, vocab_size=model.vocab_size)
 
@@ -230,10 +251,10 @@ def _passes(name: str, model: ModelProfile, program: RankProgram) -> dict[bool, 
         return empty_model(with_layers(library, num_layers), dtype="bfloat16").to(torch.bfloat16)
 
     run = partial(tally, program)
-    run(made(1), recomputed_layers=0, fused_merge=False)  # row numbers and lengths go to the device once
+    run(made(1), recomputed_layers=0, in_triton=False)  # row numbers and lengths go to the device once
     return {
         fused: [
-            run(made(num_layers), recomputed_layers=again, fused_merge=fused)
+            run(made(num_layers), recomputed_layers=again, in_triton=fused)
             for num_layers, again in ((1, 0), (2, 0), (1, 1))
         ]
         for fused in (False, True)
@@ -248,12 +269,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for document in args.documents:
         for primitives in (("ring", "ulysses"), ("ring",)):
             of = made(document=document, tokens_per_rank=args.tokens_per_rank, primitives=primitives)
-            degrees = sorted({len(group.ranks) for each in of.plan.microbatches for group in each.groups})
-            if len(primitives) == 1 and degrees == [1]:
-                continue  # no rank needs another
-            title = f"{document:,} tokens, {' or '.join(primitives)}: degrees {degrees}, "
-            title += f"{len(of.plan.microbatches)} microbatches, {of.plan.recomputed_layers} layers recomputed"
             accounts = [of.account(setup) for setup in SETUPS]
+            if len(primitives) == 1 and {each.degrees for each in accounts} == {"1"}:
+                continue  # no rank needs another
+            title = f"{document:,} tokens, {' or '.join(primitives)}"
             found[title] = [asdict(each) for each in accounts]
             sys.stdout.write(f"\n{args.model}, {title} (estimated)\n\n{_table(accounts)}\n")
             for rate in args.published:
@@ -265,6 +284,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 COLUMNS = (
     ("setup", "setup", "{}", 1),
+    ("degrees", "degrees", "{}", 1),
+    ("microbatches", "microbatches", "{}", 1),
+    ("layers_again", "layers again", "{}", 1),
     ("launches", "launches", "{:,.0f}", 1),
     ("merge_gb", "merge GB", "{:.1f}", 1),
     ("product_s", "products", "{:.2f}", 1),

@@ -38,18 +38,17 @@ INTO_ROWS = {"index_copy_": 1, "index_add_": 2, "scatter_add_": 2}
 """Operators that touch, so many times, as much of their first argument as of their last."""
 OVERWRITING = {"copy_", "fill_", "zero_"}
 
-Tally = Counter[tuple[str, str]]
-"""Amounts by phase (forward, backward, again: attention that is computed again in backward) and kind: `launches`
-and FLOPs of `products` and of `attention`, and the latter over the calls' mean number of queries (`per_query`); bytes
-and launches of what stands between these, one by one (`eager_`) and as a compiler would fuse it (`fused_`), of merges
-of partial results and sums of partial gradients (`merge_`) and of the rest of attention (`attention_`)."""
+Tally = Counter[str]
+"""Amounts: `launches` and FLOPs of `products` and of `attention`, and the latter over the calls' mean number of queries
+(`per_query`); bytes and launches of what stands between these, one by one (`eager_`) and as a compiler would fuse it
+(`fused_`), of merges of partial results and sums of partial gradients (`merge_`), and of the rest of attention
+(`attention_`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
     """Messages of one round, and what is computed while they travel."""
 
-    phase: str
     num_bytes: int
     beside: Tally
 
@@ -75,14 +74,14 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tally, self.flights = Tally(), list[Flight]()
-        self.phase, self.inside = "forward", ""
+        self.inside = ""
         self.called = (0.0, 1.0)
         """Forward FLOPs and mean number of queries of the attention call that comes next."""
         self._region, self._last_fused = 0, -1
         self._made: dict[int, _Tensor] = {}
 
     def add(self, kind: str, amount: float) -> None:
-        self.tally[self.phase, kind] += amount  # type: ignore[assignment]  # bytes and FLOPs are large floats
+        self.tally[kind] += amount  # type: ignore[assignment]  # bytes and FLOPs are large floats
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -210,7 +209,7 @@ class _Posted:
         if self._num_bytes:
             done = self._operators
             beside = Tally({key: done.tally[key] - self._before[key] for key in done.tally})
-            done.flights.append(Flight(phase=done.phase, num_bytes=self._num_bytes, beside=beside))
+            done.flights.append(Flight(num_bytes=self._num_bytes, beside=beside))
 
     def done(self) -> bool:
         return True
@@ -226,64 +225,63 @@ class _Words:
         return self.zeros[: stop - start], self.zeros[: stop - start]
 
 
-def _merged_in_one_launch(operators: Operators) -> Any:
+def _in_triton(operators: Operators) -> dict[str, Callable[..., Any]]:
+    """Kernels in Triton by the methods of the backend that give them."""
+
     def merge(known_out: Tensor, known_lse: Tensor, *, rows: Tensor | int, out: Tensor, lse: Tensor) -> None:  # noqa: ARG001
         operators.add("merge_launches", 1)
         operators.add("merge_bytes", sum(map(_nbytes, (out, lse))) + 2 * out.numel() * 4 + 2 * lse.numel() * 4)
 
-    return merge
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        operators.add("eager_launches", 1)
+        operators.add("eager_bytes", 3 * _nbytes(logits) + _nbytes(targets))
+        return logits.new_empty((), dtype=torch.float32)
+
+    return {"merge_kernel": lambda _: merge, "loss_kernel": lambda _: loss}
 
 
 @contextmanager
-def _noted(operators: Operators, *, fused_merge: bool) -> Iterator[None]:
-    """Attention and its merges as such in the tally; attention in a backward pass, before its own, as done again."""
-    attention, sums = function._Attention, (slots.MergedAttention, slots.RowSums)
+def _noted(operators: Operators, *, in_triton: bool) -> Iterator[None]:
+    """Attention and its merges as such in the tally."""
 
-    def noted(inside: str, work: Callable[..., Any], again: str = "") -> Callable[..., Any]:
+    def noted(inside: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
-            phase = operators.phase
-            operators.phase = again if again and phase == "backward" else phase
             with operators.within(inside):
-                found = work(*args, **keywords)
-            operators.phase = phase
-            return found
+                return work(*args, **keywords)
 
         return call
 
     with ExitStack() as stack:
-        for owner, name, inside in (
-            *((each, name, "attention") for each in (attention, ToHeads, ToTokens) for name in ("forward", "backward")),
-            *((each, name, "merge") for each in sums for name in ("add", "result")),
-        ):
-            again = "again" if owner is attention and name == "forward" else ""
-            work = noted(inside, getattr(owner, name), again)
-            stack.enter_context(patch.object(owner, name, work if owner in sums else staticmethod(work)))
-        if fused_merge:
-            kernel = _merged_in_one_launch(operators)
-            stack.enter_context(patch.object(CpuBackend, "merge_kernel", lambda _: kernel))
+        for owner in (function._Attention, ToHeads, ToTokens):
+            for name in ("forward", "backward"):
+                work = staticmethod(noted("attention", getattr(owner, name)))
+                stack.enter_context(patch.object(owner, name, work))
+        for owner in (slots.MergedAttention, slots.RowSums):
+            for name in ("add", "result"):
+                stack.enter_context(patch.object(owner, name, noted("merge", getattr(owner, name))))
+        for name, method in _in_triton(operators).items() if in_triton else ():
+            stack.enter_context(patch.object(CpuBackend, name, method))
         stack.enter_context(operators)
         yield
 
 
 def tally(
-    program: RankProgram, model: CausalLM, *, recomputed_layers: int, fused_merge: bool
+    program: RankProgram, model: CausalLM, *, recomputed_layers: int, in_triton: bool
 ) -> tuple[Tally, list[Flight]]:
     """Amounts of the passes of a program without stages, with `model` on the meta device in its place, of which so many
     layers are recomputed; and its messages."""
     operators = Operators()
     passes = Passes(program, model, pipes=None, loss_scale=1.0, device=torch.device("meta"))
     transport, kernel = _Nowhere(program.rank, operators), _Kernel(operators)
-    with _noted(operators, fused_merge=fused_merge):
+    with _noted(operators, in_triton=in_triton):
         for item in _whole(program.instructions, recomputed_layers):
             match item:
                 case Load():
                     passes.load(item, _Words(), images=None)
                 case Forward():
-                    operators.phase = "forward"
                     context = function.AttentionContext.of(item, stats=passes.stats, transport=transport, kernel=kernel)
                     passes.forward(item, context, keep_logits=True)
                 case Backward():
-                    operators.phase = "backward"
                     passes.backward(item)
     model.zero_grad(set_to_none=True)
     return operators.tally, operators.flights

@@ -195,6 +195,7 @@ def evaluate(
         num_ranks=cluster.num_ranks,
         num_stages=cluster.num_stages,
         recomputed_layers=setting.recomputed_layers if cluster.num_stages == 1 else None,
+        keeps_attention=setting.cost.keeps_attention,
         reduce_every=setting.reduce_every,
         gather_every=setting.gather_every,
         layers_of_stage=cluster.layers_of_stage,

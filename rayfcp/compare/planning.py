@@ -46,6 +46,7 @@ def plan_timed(
         lower_bound_s=0.0,
         reason=proposal.reason,
         pipelines=proposal.pipelines,
+        keeps_attention=setting.cost.keeps_attention,
     )
     return plan, time.process_time() - start_s
 
@@ -125,12 +126,13 @@ def plan_lengths(
     stages: int = 1,
     strategy: str = "flex-ring",
     memory_gib: float | None = None,
+    keep_attention: bool = False,
     options: PlanConfig = OPTIONS,
 ) -> PlannedBatch:
     """Plan one batch of causal sequences, given by their lengths, with the best setting of the strategy.
 
     `model`, `hardware`: names of profiles or YAML paths; `memory_gib`: per device, the hardware's if absent. Each rank
-    has one device per stage.
+    has one device per stage. `keep_attention`: recomputed layers may keep their attention.
 
     Raises:
         InfeasiblePlanError: No setting has a plan for these lengths.
@@ -149,6 +151,7 @@ def plan_lengths(
         batches=1,
         max_seqlen=max(lengths),
         memory_gib=memory_gib,
+        keep_attention=keep_attention,
         strategies=(strategy,),
     )
     settings = settings_of(inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)

@@ -106,9 +106,13 @@ def _cluster(advice: Advice, best: Trial, *, model: ModelProfile) -> dict[str, A
 def _train(best: Trial) -> dict[str, Any]:
     assert best.setting is not None
     setting = best.setting
+    given: dict[str, Any] = {"reduce_every": setting.reduce_every}
     if best.layout.num_stages > 1:
-        return {"reduce_every": setting.reduce_every, "gather_every": setting.gather_every}
-    return {"recompute_layers": setting.recomputed_layers, "reduce_every": setting.reduce_every}
+        given |= {"gather_every": setting.gather_every}
+    else:
+        given |= {"recompute_layers": setting.recomputed_layers}
+    recomputes = best.layout.num_stages > 1 or setting.recomputed_layers > 0
+    return given | {"recompute_attention": recomputes and not setting.cost.keeps_attention}
 
 
 def _placeholders(raw: dict[str, Any]) -> list[str]:
