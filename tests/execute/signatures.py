@@ -68,7 +68,12 @@ PRIVATE = {
     "torch/storage.py": ("_cdata",),
     "torch/utils/_pytree.py": ("tree_map",),
     "torch/utils/_python_dispatch.py": ("TorchDispatchMode",),
-    "torchgen/packaged/ATen/native/native_functions.yaml": ("_foreach_copy_",),
+    "torchgen/packaged/ATen/native/native_functions.yaml": (
+        "_foreach_add_",
+        "_foreach_copy_",
+        "_foreach_norm",
+        "_fused_adamw_",
+    ),
 }
 """Names of torch without a promise, or methods of FSDP that are young, by the file that defines them."""
 
