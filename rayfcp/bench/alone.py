@@ -107,7 +107,12 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
     library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
     check_limits(library, config)
     name = config.model.name or config.model.path or library.model_type
-    model = profile_of(library, name=name, freeze_vision=config.model.freeze_vision)
+    model = profile_of(
+        library,
+        name=name,
+        freeze_vision=config.model.freeze_vision,
+        keeps_attention=not config.train.recompute_attention,
+    )
     torch.set_num_threads(config.train.threads_per_worker)
     with TemporaryDirectory() as folder:
         random_shards(Path(folder), lengths, vocab_size=model.vocab_size, seed=config.run.seed)

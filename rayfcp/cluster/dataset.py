@@ -46,7 +46,12 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
 
     library = model_config(config.model, vocab_size=vocab_size)
     name = config.model.path or library.model_type
-    return library, profile_of(library, name=name, freeze_vision=config.model.freeze_vision)
+    return library, profile_of(
+        library,
+        name=name,
+        freeze_vision=config.model.freeze_vision,
+        keeps_attention=not config.train.recompute_attention,
+    )
 
 
 def open_dataset(config: Config, *, data_dir: str) -> Dataset:

@@ -48,10 +48,10 @@ class Inputs:
     """Arguments of `rayfcp compare`.
 
     `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. `frozen_vision`: the vision encoder is not
-    trained. None means `memory_gib` of the hardware, no fixed `max_tokens_per_rank`, and the best `recompute_layers`,
-    `reduce_every` and (with stages) `gather_every` of each strategy. `packing`, `degrees`: as `plan.packing` and
-    `plan.degrees` of a run; bfd and dp are the paper's two stages. `searched`: which of `stages` and `tensor_parallel`,
-    here 1, are searched.
+    trained. `keep_attention`: recomputed layers do not repeat their attention. None means `memory_gib` of the hardware,
+    no fixed `max_tokens_per_rank`, and the best `recompute_layers`, `reduce_every` and (with stages) `gather_every` of
+    each strategy. `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two
+    stages. `searched`: which of `stages` and `tensor_parallel`, here 1, are searched.
     """
 
     lengths: str
@@ -67,6 +67,7 @@ class Inputs:
     memory_gib: float | None = None
     max_tokens_per_rank: int | None = None
     recompute_layers: int | None = None
+    keep_attention: bool = False
     reduce_every: ReduceEvery | None = None
     gather_every: ReduceEvery | None = None
     packing: Packing = "joint"
@@ -158,6 +159,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="auto|N",
         help="layers with activation recomputation (default: auto, the best of none, half and all for each strategy; "
         "pipeline planners choose per stage and microbatch)",
+    )
+    memory.add_argument(
+        "--keep-attention",
+        action="store_true",
+        help="recomputed layers keep the output of attention and do not repeat it, as runs do unless "
+        "train.recompute_attention is set (default: they repeat it, as in the systems compared with)",
     )
     for option, what in (
         ("--reduce-every", "gradients are reduced"),

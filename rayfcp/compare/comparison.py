@@ -104,7 +104,7 @@ def model_of(inputs: Inputs) -> ModelProfile:
     Raises:
         ConfigError: An unknown model, or one without an encoder to freeze.
     """
-    model = model_profile(inputs.model)
+    model = replace(model_profile(inputs.model), keeps_attention=bool(inputs.keep_attention))
     if not inputs.frozen_vision:
         return model
     if model.vision is None:

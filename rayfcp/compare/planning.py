@@ -46,6 +46,7 @@ def plan_timed(
         lower_bound_s=0.0,
         reason=proposal.reason,
         pipelines=proposal.pipelines,
+        keeps_attention=setting.cost.keeps_attention,
     )
     return plan, time.process_time() - start_s
 

@@ -62,7 +62,7 @@ def run_config(advice: Advice, *, data: str | None = None) -> dict[str, Any]:
             "packing": inputs.packing,
             "degrees": inputs.degrees,
         },
-        "train": _train(best),
+        "train": _train(best, inputs=inputs),
     }
 
 
@@ -103,12 +103,15 @@ def _cluster(advice: Advice, best: Trial, *, model: ModelProfile) -> dict[str, A
     return given
 
 
-def _train(best: Trial) -> dict[str, Any]:
+def _train(best: Trial, *, inputs: Inputs) -> dict[str, Any]:
     assert best.setting is not None
     setting = best.setting
+    given: dict[str, Any] = {"reduce_every": setting.reduce_every}
     if best.layout.num_stages > 1:
-        return {"reduce_every": setting.reduce_every, "gather_every": setting.gather_every}
-    return {"recompute_layers": setting.recomputed_layers, "reduce_every": setting.reduce_every}
+        given |= {"gather_every": setting.gather_every}
+    else:
+        given |= {"recompute_layers": setting.recomputed_layers}
+    return given | {"recompute_attention": not inputs.keep_attention}
 
 
 def _placeholders(raw: dict[str, Any]) -> list[str]:

@@ -99,7 +99,7 @@ def settings_of(
             "reduce_every": reduce_every,
         }
         tokens = inputs.max_tokens_per_rank or max_tokens_per_rank(
-            model, num_devices=num_ranks, memory_bytes=_memory_bytes(inputs, hardware=hardware), **choice
+            model, num_devices=num_ranks, memory_bytes=_memory_bytes(inputs, hardware=hardware), by_heads=True, **choice
         )
         if longest > tokens * num_ranks:
             raise InfeasiblePlanError(

@@ -382,6 +382,9 @@ class TrainConfig(Section):
     beta2: Beta = 0.95
     grad_clip: PositiveFloat = 1.0
     recompute_layers: int = Field(default=0, ge=0, description="layers whose activations are recomputed")
+    recompute_attention: bool = Field(
+        default=False, description="recomputed layers repeat attention and its messages instead of keeping its output"
+    )
     reduce_every: Literal["microbatch", "step"] = Field(
         default="step", description="when gradients are reduced: `step` keeps unreduced gradients in memory"
     )

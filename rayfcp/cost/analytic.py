@@ -80,17 +80,22 @@ LINEAR_BACKWARD = 2.0
 REDUCED_BYTES = 4  # gradients, partial or whole, are summed in fp32
 
 
+def attended(model: ModelProfile, again: int) -> int:
+    """How many of `again` recomputed layers repeat their attention, rounds and exchanges of heads included."""
+    return 0 if model.keeps_attention else again
+
+
 def recomputed_flops(model: ModelProfile, *, again: int) -> tuple[float, float]:
     """FLOPs per pair of attention and per token of linear layers, forward and backward, of which `again` layers run
-    forward once more."""
-    attention = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + again / model.num_layers)
+    forward once more (without attention if that is kept)."""
+    attention = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers)
     return attention, model.linear_flops_per_token * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
 
 
 def ring_bytes(model: ModelProfile, *, again: int, bytes_per_element: int) -> tuple[int, int, int]:
     """Bytes of one token over a hop in all layers: keys and values forward, those of all passes with the partial
     gradients, which go back in fp32, and these alone."""
-    layers, kv_bytes = model.num_layers, model.kv_bytes_per_token(bytes_per_element)
+    layers, kv_bytes, again = model.num_layers, model.kv_bytes_per_token(bytes_per_element), attended(model, again)
     returned_bytes = layers * model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
     return layers * kv_bytes, (2 * layers + again) * kv_bytes + returned_bytes, returned_bytes
 
@@ -123,9 +128,10 @@ def coefficients(
         "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
         "attention_half_tokens": hardware.attention_half_tokens,
         "overlap": hardware.overlap,
-        "attention_forward": 1 / (1 + ATTENTION_BACKWARD + again / model.num_layers),
+        "attention_forward": 1 / (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers),
         "linear_forward": _linear_forward(model, again=again, rate=linear_rate, num_stages=len(layers_of_stage)),
         "recomputed_layers": again,
+        "keeps_attention": model.keeps_attention,
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
         "ranks_per_node": hardware.devices_per_node,
@@ -154,7 +160,7 @@ def _linear_forward(model: ModelProfile, *, again: int, rate: float, num_stages:
 def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
     """A ring moves keys and values in every pass, and their gradients (`ring_bytes`); Ulysses moves queries, keys,
     values and outputs."""
-    passes = 2 * model.num_layers + again
+    passes = 2 * model.num_layers + attended(model, again)
     forward_bytes, hop_bytes, returned_bytes = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)
     heads = model.num_heads + model.num_kv_heads
     ulysses_bytes = passes * bytes_per_element * model.head_dim * 2 * heads

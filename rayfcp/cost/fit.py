@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rayfcp.cost.analytic import recomputed_flops, ring_bytes
+from rayfcp.cost.analytic import attended, recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
 from rayfcp.values import (
@@ -201,7 +201,7 @@ def exchange_shapes(degrees: Sequence[int], *, max_tokens: int) -> list[PassShap
 
 
 def pass_plan(
-    shape: PassShape, *, num_ranks: int, recomputed_layers: int
+    shape: PassShape, *, num_ranks: int, recomputed_layers: int, keeps_attention: bool = False
 ) -> tuple[BatchPlan, tuple[SequenceSpec, ...]]:
     """Plan of one microbatch in which as many groups as fit each run the shape, and its sequences."""
     size, num_groups = len(shape.lengths), num_ranks // shape.degree
@@ -226,6 +226,7 @@ def pass_plan(
         generation=0,
         microbatches=(MicrobatchPlan(groups=groups, group_s=(0.0,) * num_groups, predicted_s=0.0, encoding=encoding),),
         recomputed_layers=recomputed_layers,
+        keeps_attention=keeps_attention,
         predicted_s=0.0,
         lower_bound_s=0.0,
         reason="times are not known yet",
@@ -528,7 +529,7 @@ def _measured_links(
     links, again = [name for name, is_measured in measured.items() if is_measured], cost.recomputed_layers
     if not links or cost.ring_intra_s_per_token == cost.ring_s_per_round == 0:
         return {}
-    latency = {"latency_s": cost.ring_s_per_round / (2 * model.num_layers + again)}
+    latency = {"latency_s": cost.ring_s_per_round / (2 * model.num_layers + attended(model, again))}
     if cost.ring_intra_s_per_token == 0:
         return latency
     _, hop_bytes, _ = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)

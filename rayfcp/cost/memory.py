@@ -38,8 +38,10 @@ def max_tokens_per_rank(
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
     gather_every: Literal["microbatch", "step"] = "microbatch",
+    by_heads: bool = False,
 ) -> int:
-    """Tokens that fit beside the model's states on each of `num_devices` that share them.
+    """Tokens that fit beside the model's states on each of `num_devices` that share them. `by_heads`: ranks may share
+    out heads (Ulysses).
 
     Raises:
         InfeasiblePlanError: the states alone, or with one token, pass `memory_bytes`.
@@ -51,7 +53,9 @@ def max_tokens_per_rank(
         reduce_every=reduce_every,
         gather_every=gather_every,
     )
-    per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
+    per_token = token_bytes(
+        model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element, by_heads=by_heads
+    )
     num_tokens = (memory_bytes - fixed_bytes) // per_token
     if num_tokens < 1:
         raise InfeasiblePlanError(
@@ -155,16 +159,18 @@ def _logit_bytes(bytes_per_element: int) -> int:
 class LayerBytes:
     """Bytes per token of a rank in one layer, from a forward pass to its backward pass.
 
-    `whole`: everything that backward needs (`layer_token_bytes`); `kept`: the input, which a recomputed layer keeps;
-    `kv`: keys and values, part of `whole`, which a recomputed layer keeps too where later slices need them;
-    `kv_gradients`: their gradients, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
-    `working`: gradients of the MLP's two inner activations, with experts of their inputs too, of the one microbatch
-    that computes; `buffers`: per token whose keys and values travel, those of one round in use and one arriving, with
-    their gradients.
+    `whole`: everything that backward needs (`layer_token_bytes`); `kept`: what a recomputed layer keeps, its input,
+    and output and logsumexp of attention if that is kept; `exchanged`: what it keeps more then where ranks share out
+    heads, so that no exchange is repeated: queries, keys, values and outputs by heads; `kv`: keys and values, part of
+    `whole`, which a recomputed layer keeps too where later slices need them; `kv_gradients`: their gradients, in fp32
+    at least. Not by layer: `head`, the last norm, on the last stage; `working`: gradients of the MLP's two inner
+    activations, with experts of their inputs too, of the one microbatch that computes; `buffers`: per token whose keys
+    and values travel, those of one round in use and one arriving, with their gradients.
     """
 
     whole: int
     kept: int
+    exchanged: int
     kv: int
     kv_gradients: int
     head: int
@@ -176,10 +182,12 @@ class LayerBytes:
         `attended` tokens (in shares of all heads) while it computes."""
         return self.whole * tokens + self.kv * (attended - tokens)
 
-    def freed(self, tokens: Amount, attended: Amount, *, later: Amount) -> Amount:
-        """Bytes less that a recomputed layer keeps: its input stays, and the keys and values of `later` tokens, which
-        later slices need."""
+    def freed(self, tokens: Amount, attended: Amount, *, later: Amount, by_heads: Amount | int = 0) -> Amount:
+        """Bytes less that a recomputed layer keeps: `kept` stays, and the keys and values of `later` tokens, which
+        later slices need. `by_heads`: 1 on a rank that shares out heads with others."""
         less = self.layer(tokens, attended) - self.kept * tokens - self.kv * later
+        if self.exchanged:
+            less = less - by_heads * ((self.exchanged - self.kv) * tokens + self.kv * (attended - later))
         return (less + abs(less)) // 2  # at least 0
 
     def computing(self, tokens: Amount, travelling: Amount) -> Amount:
@@ -193,9 +201,11 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
     e = bytes_per_element
     routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
     kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
+    out, keeps = e * model.num_heads * model.head_dim, model.keeps_attention
     return LayerBytes(
         whole=layer_token_bytes(model, bytes_per_element=e),
-        kept=e * model.hidden_size,
+        kept=e * model.hidden_size + keeps * (out + FP32_BYTES * model.num_heads),
+        exchanged=keeps * (2 * out + kv),
         kv=kv,
         kv_gradients=gradients,
         head=(FP32_BYTES + 2 * e) * model.hidden_size,
@@ -204,14 +214,17 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
     )
 
 
-def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> int:
-    """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set.
+def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int, by_heads: bool = False) -> int:
+    """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set. `by_heads`: on a rank that
+    shares out heads with others.
 
-    A recomputed layer keeps its input; while it is computed again one layer is whole. The working set holds the
-    gradients of the MLP's two inner activations and the ring's buffers. Any token of a VLM may have features.
+    A recomputed layer keeps its input (and its attention, `LayerBytes.kept`); while it is computed again one layer is
+    whole. The working set holds the gradients of the MLP's two inner activations and the ring's buffers. Any token of
+    a VLM may have features.
     """
     each = layer_bytes(model, bytes_per_element=bytes_per_element)
-    freed = recomputed_layers * each.freed(1, 1, later=0) - (each.layer(1, 1) if recomputed_layers else 0)
+    freed = recomputed_layers * each.freed(1, 1, later=0, by_heads=by_heads)
+    freed -= each.layer(1, 1) if recomputed_layers else 0
     features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
     return model.num_layers * each.layer(1, 1) - freed + each.computing(1, 1) + features
 

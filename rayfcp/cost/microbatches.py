@@ -17,6 +17,9 @@ from rayfcp.cost.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Bools, Floats, Ints
 
+LEAST_S = 1e-12
+"""Of recomputing all layers, whatever was measured: planners divide by it."""
+
 
 class Chunks(NamedTuple):
     """Microbatches of one group each, a chunk {context, slices}, by number.
@@ -62,9 +65,14 @@ class Passes(NamedTuple):
         return forward_s, both - forward_s
 
     def layer_s(self, cost: CostModel) -> Floats:
-        """Seconds of recomputing one layer: its share of `forward_s` without the head."""
+        """Seconds of recomputing one layer: its share of `forward_s`, or, where attention is kept, of linear layers and
+        the fixed cost in forward, without the head."""
         assert cost.pipeline is not None, "stages have a cost"
-        return (self.forward_s - self.head_s(cost)[0]) / cost.pipeline.num_layers
+        again_s = self.forward_s
+        if cost.keeps_attention:
+            linear_s = cost.linear_s_per_token * self.rank_tokens + cost.fixed_s
+            again_s = cost.linear_forward * linear_s / self.speed
+        return np.maximum(again_s - self.head_s(cost)[0], LEAST_S) / cost.pipeline.num_layers
 
     def without_recomputation(self, cost: CostModel) -> "Passes":
         """Passes whose backward included the layers that `cost` recomputes in every microbatch."""
@@ -125,9 +133,10 @@ def _stage_bytes(
     computing: Floats,
     summed: Floats,
     begun: Floats,
+    by_heads: Floats | int,
 ) -> StageBytes:
     """`tokens` of the fullest rank, which has the keys and values of `attended` while it computes and keeps those of
-    `later` for later slices; `computing`, `summed` and `begun` in bytes."""
+    `later` for later slices, and may share out heads (`by_heads`); `computing`, `summed` and `begun` in bytes."""
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     each, layers = pipeline.layer_bytes, np.array(pipeline.layers_of_stage, np.float64)
@@ -136,7 +145,7 @@ def _stage_bytes(
     kept[-1] += each.head * tokens
     return StageBytes(
         kept=kept,
-        freed=each.freed(tokens, attended, later=later),
+        freed=each.freed(tokens, attended, later=later, by_heads=by_heads),
         working=computing,
         again=whole,
         summed=summed,
@@ -174,6 +183,7 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
         computing=computing,
         summed=each.kv_gradients * (chunks.kept * shared + rounding * (chunks.kept > 0)),
         begun=each.kv_gradients * begun,
+        by_heads=int(not ring),
     )
 
 
@@ -260,7 +270,7 @@ class WholeCosts:
 class _Loads(NamedTuple):
     """By group: seconds of all layers; tokens of its fullest rank, those whose keys and values the rank has while it
     computes (in shares of all heads), and those whose keys and values come to it at a time; the speed of its slowest
-    rank."""
+    rank; whether its ranks share out heads."""
 
     forward_s: Floats
     backward_s: Floats
@@ -268,6 +278,7 @@ class _Loads(NamedTuple):
     attended: Floats
     brought: Floats
     speed: Floats
+    by_heads: Floats
 
 
 def whole_costs(
@@ -290,6 +301,7 @@ def whole_costs(
     passes = Passes(loads.forward_s, loads.backward_s, loads.tokens, loads.speed)
     groups = computed_times(passes.without_recomputation(cost), cost=cost)
     tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:5])
+    by_heads = np.maximum.reduceat(loads.by_heads, first)
     none = np.zeros_like(tokens)  # nothing is kept for later slices
     return WholeCosts(
         groups=groups,
@@ -303,6 +315,7 @@ def whole_costs(
             computing=pipeline.layer_bytes.computing(tokens, np.maximum(attended, brought)),
             summed=none,
             begun=none,
+            by_heads=by_heads,
         ),
     )
 
@@ -328,7 +341,7 @@ def _of_groups(
     held = np.ceil(tokens / degrees)
     shared = np.where(by_heads, np.maximum(1 / degrees, 1 / cost.num_kv_heads), 1 / degrees)
     attended = np.maximum(np.ceil(tokens * shared), held)
-    return _Loads(passes_s[0], passes_s[1], held, attended, attended, speeds)
+    return _Loads(passes_s[0], passes_s[1], held, attended, attended, speeds, by_heads.astype(np.float64))
 
 
 def _of_layouts(
@@ -345,7 +358,9 @@ def _of_layouts(
         share = cost.kv_share(layout.heads) if layout.heads > 1 else 1.0
         attended = max(np.ceil(share * tokens.reshape(-1, layout.heads).sum(axis=1)).max(), tokens.max())
         brought = np.ceil(share * _brought(layout, sizes, num_ranks=cluster.num_ranks))
-        rows.append((forward_s, backward_s, tokens.max(), attended, brought, speeds_of(cluster).min()))
+        rows.append(
+            (forward_s, backward_s, tokens.max(), attended, brought, speeds_of(cluster).min(), layout.heads > 1)
+        )
     return _Loads(*np.array(rows, np.float64).T)
 
 

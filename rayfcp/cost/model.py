@@ -156,6 +156,9 @@ class CostModel:
     one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last reductions).
     With several stages (`pipeline`) these are of the stage that has most of them; everything else is of all layers
     together. `encoder`: of a VLM.
+
+    `recomputed_layers` run forward again in backward, with `keeps_attention` without their attention, rounds and
+    exchanges.
     """
 
     attention_s_per_pair: float
@@ -170,6 +173,7 @@ class CostModel:
     exposed_s: float = 0.0
     reduce_exposed_s: float = 0.0
     recomputed_layers: int = 0
+    keeps_attention: bool = False
     overlap: float = 1.0
     attention_half_tokens: float = 0.0
     ulysses_intra_s_per_token: float = 0.0

@@ -49,7 +49,8 @@ class PipelineCost:
     @property
     def tokens_recomputed(self) -> int:
         """`tokens_alone` with everything recomputed, with which a run plans (`ClusterSpec.max_tokens_per_rank`)."""
-        return self._tokens(self.layer_bytes.kept, head=(self.layer_bytes.head,) * self.num_stages)
+        each = self.layer_bytes
+        return self._tokens(each.kept + each.exchanged, head=(self.layer_bytes.head,) * self.num_stages)
 
     def _tokens(self, layer: int, *, head: Sequence[int]) -> int:
         """Tokens that fit every stage where each layer keeps `layer` bytes of one, and the stage `head` beside."""

@@ -85,7 +85,12 @@ def time_passes(
 def _pass_program(engine: RankEngine, shape: PassShape) -> RankProgram:
     """This device's program of a pass."""
     position, recomputed = engine.position, engine.recomputed_layers
-    plan, sequences = pass_plan(shape, num_ranks=position.num_ranks, recomputed_layers=recomputed)
+    plan, sequences = pass_plan(
+        shape,
+        num_ranks=position.num_ranks,
+        recomputed_layers=recomputed,
+        keeps_attention=engine.keeps_attention,
+    )
     if position.num_stages > 1:
         plan = through_stages(plan, layers_of_stage=engine.generation.layers_of_stage)
     return lower(plan, sequences)[position.stage * position.num_ranks + position.rank]

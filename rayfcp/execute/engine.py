@@ -55,6 +55,7 @@ class RankEngine:
         self._config, self.device, self._backend = config, device, backend_of(device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.recomputed_layers = config.train.recompute_layers
+        self.keeps_attention = not config.train.recompute_attention
         self.position = MeshPosition(rank=0, num_ranks=1)
         self.copies = HeldCopies(allocate=self._backend.allocate_host)
         self._reader = TokenReader.open(data_dir)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.execute.attention.kept import KeptResults
 from rayfcp.values import LayerKind
 
 IMPLEMENTATION = "rayfcp"
@@ -52,7 +53,7 @@ def follow_context(layers: Mapping[int, nn.Module]) -> None:
     activations in backward if the context of the call says so.
 
     The recomputed layers are a property of stage and microbatch, the same on every rank, so that recomputed exchanges
-    match.
+    match. Where attention is kept, recomputation takes its results from the forward pass and exchanges nothing.
     """
     for index, (number, layer) in enumerate(sorted(layers.items())):
         layer.forward = functools.partial(_forward, layer.forward, index, number)
@@ -63,7 +64,8 @@ def _forward(original: Any, index: int, number: int, *args: Any, **keywords: Any
     if context is None:
         return original(*args, **keywords)
     recomputed = index < context.recomputed_layers
-    keywords[KEYWORD] = replace(context, layer=number, recomputed=recomputed)
+    kept = KeptResults() if recomputed and context.keeps_attention else None
+    keywords[KEYWORD] = replace(context, layer=number, recomputed=recomputed, kept=kept)
     if not recomputed:
         return original(*args, **keywords)
     return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **keywords)

@@ -192,7 +192,9 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
         ) from error
 
 
-def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = False) -> ModelProfile:
+def profile_of(
+    config: PreTrainedConfig, *, name: str, freeze_vision: bool = False, keeps_attention: bool = False
+) -> ModelProfile:
     """The model's shape for the cost model: that of the language model, and the vision encoder's
     (`freeze_vision`: not trained).
 
@@ -232,6 +234,7 @@ def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = Fal
         experts_per_token=config.num_experts_per_tok if experts else 1,
         shared_ffn_size=plain_size if experts else 0,
         vision=vision,
+        keeps_attention=keeps_attention,
     )
 
 

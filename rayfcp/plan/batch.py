@@ -98,6 +98,7 @@ def _plan(
         predicted_s=predicted_s,
         lower_bound_s=bound_s,
         pipelines=proposal.pipelines,
+        keeps_attention=cost.keeps_attention,
         reason=_reason(proposal.microbatches, why=proposal.reason, gap=predicted_s / bound_s if bound_s > 0 else 1.0),
     )
 

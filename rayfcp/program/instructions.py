@@ -414,7 +414,8 @@ class LayerAttention:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
     """Run all layers of the stage: the first stage embeds before, the last one takes the loss after. The first
-    `recomputed_layers` layers of the stage keep only their input.
+    `recomputed_layers` layers of the stage keep only their input, with `keeps_attention` also output and logsumexp of
+    attention, whose rounds are not repeated in the backward pass then.
 
     Layers of `kind` run `attention`; `others` are the stage's other kinds of layers, ascending from there. All kinds
     have the same tokens, shared out by heads alike.
@@ -425,6 +426,7 @@ class Forward:
     recomputed_layers: int
     kind: LayerKind = FULL
     others: tuple[LayerAttention, ...] = ()
+    keeps_attention: bool = False
 
     @property
     def kinds(self) -> tuple[LayerAttention, ...]:

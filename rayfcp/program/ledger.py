@@ -35,10 +35,10 @@ class Stage:
 def held_bytes(program: RankProgram, stage: Stage) -> tuple[Ints, Ints]:
     """Bytes that depend on tokens: the peak in each pass of a program, and what is left after it.
 
-    A layer keeps all that backward needs; recomputed layers, the first ones, keep their input and the keys and values
-    that later slices need. Backward frees layer by layer, so that a recomputed layer adds to the total only where all
-    layers are recomputed. Gradients of kept keys and values exist from the first backward pass that adds to them to the
-    end of their own microbatch's.
+    A layer keeps all that backward needs; recomputed layers, the first ones, keep their input, their attention if that
+    is kept, and the keys and values that later slices need. Backward frees layer by layer, so that a recomputed layer
+    adds to the total only where all layers are recomputed. Gradients of kept keys and values exist from the first
+    backward pass that adds to them to the end of their own microbatch's.
     """
     passes = [item for item in program.instructions if isinstance(item, Forward | Backward)]
     microbatches = {item.microbatch: _microbatch(item, stage) for item in passes if isinstance(item, Forward)}
@@ -88,7 +88,7 @@ def _microbatch(item: Forward, stage: Stage) -> _Microbatch:
     working = each.computing(tokens, max(in_attention, *(layer.travelling for layer in layers)))
     if by_heads:
         working += max((each.kv_gradients * num for layer in layers for num in layer.context.values()), default=0)
-    freed = sum(each.freed(tokens, in_attention, later=layer.kept) for layer in layers[:again])
+    freed = sum(each.freed(tokens, in_attention, later=layer.kept, by_heads=by_heads) for layer in layers[:again])
     return _Microbatch(
         kept=stage.layers * whole - freed + (each.head * tokens if stage.is_last else 0),
         working=working,

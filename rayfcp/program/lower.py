@@ -136,7 +136,9 @@ def stage_instructions(
         if action.backward:
             instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
         else:
-            instructions.append(_forward(at, kinds, recomputed_layers=recomputed_layers))
+            instructions.append(
+                _forward(at, kinds, recomputed_layers=recomputed_layers, keeps_attention=plan.keeps_attention)
+            )
         if target is not None:
             instructions.append(Send(microbatch=at, flow=flow, stage=target, num_tokens=num_tokens))
         if action.backward and any(each.attention.inner.kept for each in kinds):
@@ -144,7 +146,9 @@ def stage_instructions(
     return tuple(instructions)
 
 
-def _forward(microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_layers: int) -> Forward:
+def _forward(
+    microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_layers: int, keeps_attention: bool
+) -> Forward:
     first, *others = kinds
     return Forward(
         microbatch=microbatch,
@@ -152,6 +156,7 @@ def _forward(microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_lay
         recomputed_layers=recomputed_layers,
         kind=first.kind,
         others=tuple(others),
+        keeps_attention=keeps_attention,
     )
 
 

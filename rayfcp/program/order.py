@@ -208,11 +208,14 @@ def _check_alike(program: RankProgram, other: RankProgram, *, first: RankProgram
         )
 
 
+_SETTINGS = ("flow", "reduce", "recomputed_layers", "keeps_attention")
+
+
 def _outline(program: RankProgram) -> Iterator[tuple[object, ...]]:
     """What all ranks of a stage do alike: instruction, microbatch and their settings."""
     for item in program.instructions:
         if not isinstance(item, Free):
-            settings = [getattr(item, name) for name in ("flow", "reduce", "recomputed_layers") if hasattr(item, name)]
+            settings = [getattr(item, name) for name in _SETTINGS if hasattr(item, name)]
             yield type(item).__name__, item.microbatch, *settings
 
 

@@ -4,8 +4,9 @@ The programs of all ranks and stages are replayed together, without tags:
 
 - every forward and backward pass gathers the layers' shards, which needs all ranks of its stage (a barrier), and then
   exchanges keys, values and gradients with them; recomputed layers repeat their forward rounds inside the backward
-  pass. A rank leaves a pass when all its messages have met, so passes are checked one by one, and since all stages
-  attend alike (`check_order`), one stage stands for all;
+  pass, unless they keep their attention, as on all ranks of a stage or on none (`check_order`). A rank leaves a pass
+  when all its messages have met, so passes are checked one by one, and since all stages attend alike (`check_order`),
+  one stage stands for all;
 - a rank posts the messages of a round as one group call, which NCCL and HCCL run as one kernel. The sends and receives
   of all ranks in one round are a complete matching, so each group call meets only group calls of the same round;
 - so does the vision encoder, and then exchanges features, whose gradients take the same rounds back at the end of the

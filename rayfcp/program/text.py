@@ -13,6 +13,7 @@
 `>` sends, `<` receives, `*` attends: queries@slot[keys], `c` where causal, `f` where causal and flipped. After `~` come
 the rounds of the backward pass, after `encode` those of the exchange, `-` for one without messages of this rank.
 
+- `attention=kept`: recomputed layers keep the output of attention, so that its rounds are not repeated.
 - `heads`: the ranks that exchange tokens for heads around the rounds, and their tokens.
 - `keeps`: ranges of slot 0 that later microbatches need. `context`: slot:microbatch[span] of what earlier ones left.
 - `window`: of the layers that run the rounds (none, if absent); a line `window 16` begins those of the next kind.
@@ -86,6 +87,8 @@ def _feature_round(step: ReshuffleRound) -> str:
 def _forward_lines(item: Forward) -> Iterator[str]:
     attention = item.attention
     head = f"forward {item.microbatch} tokens={attention.num_tokens} recompute={item.recomputed_layers}"
+    if item.keeps_attention and item.recomputed_layers:
+        head += " attention=kept"
     if item.kind != FULL:
         head += f" {item.kind}".replace(" window ", " window=")
     if isinstance(attention, HeadProgram):

@@ -1,11 +1,11 @@
 """Memory of each device over time, by the model that token budgets come from."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, token_bytes
-from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
+from rayfcp.program import Backward, Encode, Forward, HeadProgram, Instruction, RankProgram
 from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.script import Instants
@@ -34,6 +34,8 @@ def memory_over_time(
     is never given back), and activations from the start of a forward pass to the end of its backward pass."""
     backwards = [item for item in programs[0].instructions if isinstance(item, Backward)]
     reduce_every: Every = "microbatch" if all(item.reduce for item in backwards) else "step"
+    keeps = any(item.keeps_attention for item in programs[0].instructions if isinstance(item, Forward))
+    machine = replace(machine, model=replace(machine.model, keeps_attention=keeps))
     by_range = machine.num_stages > 1 or (gather_every == "step" and machine.model.vision is None)
     found = []
     for device, program in enumerate(programs):
@@ -93,6 +95,7 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> t
                 machine.model,
                 recomputed_layers=item.recomputed_layers,
                 bytes_per_element=machine.bytes_per_element,
+                by_heads=isinstance(item.attention, HeadProgram),
             )
             held[item.microbatch] = item.attention.num_tokens * size
         sample(each.stop_s)

@@ -126,8 +126,9 @@ class ScriptWriter:
         self.held = self.once
         return ready
 
-    def backward(self, position: int, item: Backward, *, recomputed: int) -> int:
-        """Write a backward pass; returns the mark at which computation ends."""
+    def backward(self, position: int, item: Backward, *, recomputed: int, attends: bool) -> int:
+        """Write a backward pass, of which `recomputed` layers run forward again (`attends`: with their attention);
+        returns the mark at which computation ends."""
         machine, microbatch = self.machine, item.microbatch
         before = machine.number(microbatch, backward=True)
         numbers = [before + kind for kind in self.part.kinds[::-1]]
@@ -143,7 +144,10 @@ class ScriptWriter:
                 self.reduce(machine.model.layer_parameters, after=reduced)
 
         def again(number: int, recorded: bool) -> None:
-            self._layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
+            if attends:
+                self._layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
+            else:
+                self.linear(microbatch, machine.linear_s_per_token)
             one(number, recorded)
 
         if plain:

@@ -202,7 +202,8 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Attent
     last = np.arange(machine.num_devices) >= machine.num_devices - machine.num_ranks
     forwards = [of_kind(program, Forward) for program in programs]
     again = np.minimum(np.array([[item.recomputed_layers for item in each] for each in forwards]).T, layers)
-    passes = _passes(machine, again)
+    kept = np.array([[item.keeps_attention for item in each] for each in forwards]).T
+    passes = _passes(machine, np.where(kept, 0, again))
     exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
     attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
     times = layers * (1 + LINEAR_BACKWARD) + again

@@ -209,8 +209,9 @@ def _write(
         ready, computed = writer.forward(position, item.microbatch), writer.mark()
     elif isinstance(item, Backward):
         own = [each for each in before if each.microbatch == item.microbatch]
-        (again,) = (each.recomputed_layers for each in own if isinstance(each, Forward))
-        computed = writer.backward(position, item, recomputed=min(again, writer.part.num_layers))
+        (forward,) = (each for each in own if isinstance(each, Forward))
+        again = min(forward.recomputed_layers, writer.part.num_layers)
+        computed = writer.backward(position, item, recomputed=again, attends=not forward.keeps_attention)
         if any(isinstance(each, Encode) for each in own):
             encoder = encode_backward(writer, item, position=position)
     else:

@@ -226,7 +226,8 @@ class BatchPlan:
     """The plan of one global batch with its predicted seconds, their lower bound, and the reason of the choice.
 
     With several stages, `pipelines` says in which order stages pass the microbatches, all of them in order, and which
-    layers are recomputed (`recomputed_layers` is 0 then); `predicted_s` is the sum over pipelines, and a microbatch's
+    layers are recomputed (`recomputed_layers` is 0 then); with `keeps_attention` these keep output and logsumexp of
+    attention, which is not repeated. `predicted_s` is the sum over pipelines, and a microbatch's
     its forward and backward on its slowest stage.
     """
 
@@ -239,6 +240,7 @@ class BatchPlan:
     lower_bound_s: float
     reason: str
     pipelines: tuple[PipelinePlan, ...] = ()
+    keeps_attention: bool = False
 
     @property
     def num_stages(self) -> int:

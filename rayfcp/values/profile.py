@@ -66,7 +66,8 @@ class ModelProfile:
 
     `vision`: the encoder of a VLM; parameters, FLOPs and bytes are of the language model alone.
 
-    `kind_of_layer`: the kind of each layer; empty where all have full attention.
+    `kind_of_layer`: the kind of each layer; empty where all have full attention. `keeps_attention`: recomputed layers
+    keep the output and the logsumexp of attention, so that its forward pass is not repeated.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ModelProfile:
     shared_ffn_size: int = 0
     kind_of_layer: tuple[LayerKind, ...] = ()
     vision: VisionProfile | None = None
+    keeps_attention: bool = False
 
     def __post_init__(self) -> None:
         if len(self.kind_of_layer) not in (0, self.num_layers):

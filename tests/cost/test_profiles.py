@@ -23,7 +23,13 @@ SEEING = [name for name in NAMED_MODELS if name.startswith("internvl") or "-vl-"
 
 
 def figures(kind: type[ModelProfile] | type[HardwareProfile] | type[VisionProfile]) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)} - {"name", "source", "vision", "frozen"}
+    return {field.name for field in dataclasses.fields(kind)} - {
+        "name",
+        "source",
+        "vision",
+        "frozen",
+        "keeps_attention",
+    }
 
 
 def test_all_profiles_are_there() -> None:

@@ -33,14 +33,15 @@ Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`microbatches[m]` lists groups: (ranks, sequences), of several ranks all of `primitive`. `recomputed`: layers;
-    `reduce_every` as in the config. With `heads` above 1, groups are rings of runs of that many ranks, numbered.
-    `compiled`: norms and MLPs are, in processes."""
+    """`microbatches[m]` lists groups: (ranks, sequences), of several ranks all of `primitive`. `recomputed`: layers,
+    with their attention unless that is kept (`keeps`); `reduce_every` as in the config. With `heads` above 1, groups
+    are rings of runs of that many ranks, numbered. `compiled`: norms and MLPs are, in processes."""
 
     num_ranks: int
     lengths: tuple[int, ...]
     microbatches: tuple[Groups, ...]
     recomputed: int = 0
+    keeps: bool = False
     reduce_every: str = "step"
     primitive: Primitive = Primitive.RING
     heads: int = 1
@@ -61,6 +62,7 @@ class Case:
             generation=0,
             microbatches=tuple(self._microbatch(groups) for groups in self.microbatches),
             recomputed_layers=self.recomputed,
+            keeps_attention=self.keeps,
             predicted_s=1.0,
             lower_bound_s=1.0,
             reason="a test",
@@ -96,6 +98,7 @@ CASES = (
         lengths=(151, 63, 1, 29, 9, 3),
         microbatches=((((1, 2, 4), (0, 1)), ((0,), (2,))), (((0, 3), (3,)), ((4,), (4, 5)))),
         recomputed=3,
+        keeps=True,
     ),
     Case(num_ranks=5, lengths=(3, 211), microbatches=((((0, 1, 2, 3, 4), (0, 1)),),)),
     Case(
@@ -110,6 +113,7 @@ CASES = (
         lengths=(131, 17, 1, 45, 7),
         microbatches=((((3, 1, 0, 2), (0, 2)),), (((1, 2), (1, 3)), ((0, 3), (4,))), (((0, 1, 2, 3), ()),)),
         recomputed=1,
+        keeps=True,
         reduce_every="microbatch",
         primitive=Primitive.ULYSSES,
     ),
@@ -119,6 +123,7 @@ CASES = (
         lengths=(131, 17, 1, 45),
         microbatches=((((1, 0), (0, 2)),), (((1,), (1, 3)),)),
         recomputed=2,
+        keeps=True,
         heads=2,
     ),
 )

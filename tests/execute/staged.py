@@ -97,7 +97,7 @@ def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) 
         for each in plan.pipelines
     )
     return StagedCase(
-        plan=replace(plan, pipelines=pipelines),
+        plan=replace(plan, pipelines=pipelines, keeps_attention=rng.random() < 0.5),
         sequences=tuple(sequences),
         layers_of_stage=layers_of_stage,
         is_tied=rng.random() < 0.5,
@@ -107,7 +107,8 @@ def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) 
 
 def typical_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...], is_tied: bool) -> StagedCase:
     """Two pipelines on groups of all ranks, rings for even seeds: split chunks, a hybrid one and a batched one; split
-    chunks with a tail, and a batched one. Recomputed are as many layers as seed, stage and chunk add up to."""
+    chunks with a tail, and a batched one. Recomputed are as many layers as seed, stage and chunk add up to; every third
+    seed keeps their attention."""
     primitive = list(Primitive)[seed % 2]
     lengths = (45 + seed, 7, 19, 1, 5, 29, 11)
     chunks = (  # of sequence 0, then 5, the end of the slice; and whole sequences
@@ -140,7 +141,7 @@ def typical_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...],
         for start, stop in ((0, 4), (4, 7))
     ]
     return StagedCase(
-        plan=plan_of(microbatches, pipelines, num_ranks=num_ranks),
+        plan=replace(plan_of(microbatches, pipelines, num_ranks=num_ranks), keeps_attention=seed % 3 == 1),
         sequences=tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)),
         layers_of_stage=layers_of_stage,
         is_tied=is_tied,

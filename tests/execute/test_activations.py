@@ -1,6 +1,7 @@
 """Stages keep between passes what the memory model predicts (InfiniPipe, Eqs. 5-10)."""
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -23,7 +24,9 @@ SHAPE = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": 16,
 LAYERS = (4, 3)
 
 
-def long_case(*, num_ranks: int, primitive: Primitive, recomputed: int, ahead: bool, family: str) -> StagedCase:
+def long_case(
+    *, num_ranks: int, primitive: Primitive, recomputed: int, keeps: bool, ahead: bool, family: str
+) -> StagedCase:
     """A sequence in four slices, short ones beside the last, and a batched chunk."""
     lengths, cuts = (640, 90, 150, 100), (0, 200, 380, 540, 640)
 
@@ -38,7 +41,7 @@ def long_case(*, num_ranks: int, primitive: Primitive, recomputed: int, ahead: b
     settings = [[min(recomputed + at % 2, layers) if recomputed else 0 for at in range(5)] for layers in LAYERS]
     only = pipeline(microbatches, start=0, stop=5, recomputed_layers=settings, ahead=ahead)
     return StagedCase(
-        plan=plan_of(microbatches, [only], num_ranks=num_ranks),
+        plan=replace(plan_of(microbatches, [only], num_ranks=num_ranks), keeps_attention=keeps),
         sequences=tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)),
         layers_of_stage=LAYERS,
         is_tied=False,
@@ -77,7 +80,8 @@ def measured(case: StagedCase) -> list[int]:
 
 def modelled(case: StagedCase, program: RankProgram) -> int:
     """The same by the memory model."""
-    model = profile_of(model_config(case.run, vocab_size=VOCAB), name="tiny")
+    keeps = case.plan.keeps_attention
+    model = profile_of(model_config(case.run, vocab_size=VOCAB), name="tiny", keeps_attention=keeps)
     stage = Stage(
         layers=LAYERS[program.stage],
         is_last=program.stage + 1 == len(LAYERS),
@@ -88,26 +92,29 @@ def modelled(case: StagedCase, program: RankProgram) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "recomputed", "ahead", "family", "primitive"),
+    ("num_ranks", "recomputed", "keeps", "ahead", "family", "primitive"),
     [
-        (1, 0, False, "llama", Primitive.RING),
-        (1, 0, False, "qwen3", Primitive.ULYSSES),
-        (2, 2, True, "llama", Primitive.ULYSSES),
-        (2, 2, True, "qwen3", Primitive.RING),
-        (1, 4, True, "llama", Primitive.RING),
-        (1, 4, True, "qwen3", Primitive.ULYSSES),
+        (1, 0, False, False, "llama", Primitive.RING),
+        (1, 0, False, False, "qwen3", Primitive.ULYSSES),
+        (2, 2, False, True, "llama", Primitive.ULYSSES),
+        (2, 2, False, True, "qwen3", Primitive.RING),
+        (1, 4, False, True, "llama", Primitive.RING),
+        (1, 4, True, True, "qwen3", Primitive.RING),
+        (2, 4, True, True, "llama", Primitive.ULYSSES),
     ],
 )  # every pair of a family, a primitive and the rest
 def test_peak_of_saved_activations(
-    num_ranks: int, recomputed: int, ahead: bool, family: str, primitive: Primitive
+    num_ranks: int, recomputed: int, keeps: bool, ahead: bool, family: str, primitive: Primitive
 ) -> None:
     """Within a tenth; on top of what is modelled come tables of rotary factors, targets, an output until it is sent."""
-    case = long_case(num_ranks=num_ranks, primitive=primitive, recomputed=recomputed, ahead=ahead, family=family)
+    case = long_case(
+        num_ranks=num_ranks, primitive=primitive, recomputed=recomputed, keeps=keeps, ahead=ahead, family=family
+    )
     want = [modelled(case, program) for program in case.programs]
     assert measured(case) == pytest.approx(want, rel=0.1)
 
 
 def test_peak_of_experts() -> None:
     """Each token's experts keep their own inputs and outputs."""
-    case = long_case(num_ranks=1, primitive=Primitive.RING, recomputed=0, ahead=False, family="qwen3_moe")
+    case = long_case(num_ranks=1, primitive=Primitive.RING, recomputed=0, keeps=False, ahead=False, family="qwen3_moe")
     assert measured(case) == pytest.approx([modelled(case, program) for program in case.programs], rel=0.1)

@@ -198,12 +198,11 @@ def test_peers_that_disagree_on_tokens_would_not_match() -> None:
         check_progress(_changed(programs, fewer, ranks=(0,)))
 
 
-def test_a_peer_that_recomputes_nothing_is_found() -> None:
+@pytest.mark.parametrize("changes", [{"recomputed_layers": 0}, {"keeps_attention": True}])
+def test_a_peer_that_recomputes_less_is_found(changes: dict[str, int]) -> None:
     plan, sequences = one_group([17, 5, 9], (3, 0, 1))
     programs = list(lower(plan, sequences))
-    items = [
-        replace(item, recomputed_layers=0) if isinstance(item, Forward) else item for item in programs[0].instructions
-    ]
+    items = [replace(item, **changes) if isinstance(item, Forward) else item for item in programs[0].instructions]
     programs[0] = replace(programs[0], instructions=tuple(items))
     with pytest.raises(ValueError, match="must be the same on all ranks of a stage"):
         check_progress(programs)

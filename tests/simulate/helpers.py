@@ -76,9 +76,9 @@ def lone_group(num_tokens: int, *, degree: int, primitive: Primitive = Primitive
     return lower(plan, specs([num_tokens]))
 
 
-def cost_of(hardware: HardwareProfile, *, num_ranks: int, recomputed_layers: int = 0) -> CostModel:
+def cost_of(hardware: HardwareProfile, *, num_ranks: int, recomputed_layers: int = 0, keeps: bool = False) -> CostModel:
     return CostModel.from_profiles(
-        MODEL,
+        replace(MODEL, keeps_attention=keeps),
         hardware,
         num_ranks=num_ranks,
         recomputed_layers=recomputed_layers,

@@ -27,11 +27,11 @@ THIN = replace(MODEL, hidden_size=1, ffn_size=1, vocab_size=1)
 """Next to no parameters, so that shards are not seen."""
 
 
-@pytest.mark.parametrize("recomputed_layers", [0, 1, 4])
+@pytest.mark.parametrize(("recomputed_layers", "keeps"), [(0, False), (1, False), (4, False), (3, True)])
 @pytest.mark.parametrize("half_tokens", [0.0, 37.0])
-def test_one_rank_takes_what_the_cost_model_says(recomputed_layers: int, half_tokens: float) -> None:
+def test_one_rank_takes_what_the_cost_model_says(recomputed_layers: int, keeps: bool, half_tokens: float) -> None:
     hardware = machine(attention_half_tokens=half_tokens, linear_half_tokens=half_tokens / 2)
-    cost = cost_of(hardware, num_ranks=1, recomputed_layers=recomputed_layers)
+    cost = cost_of(hardware, num_ranks=1, recomputed_layers=recomputed_layers, keeps=keeps)
     sequences = specs([5, 300, 41, 1, 77, 120])
     plan = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=300), cost=cost)
     assert len(plan.microbatches) > 1

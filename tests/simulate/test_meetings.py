@@ -39,11 +39,13 @@ def test_exchanges_beside_shards_take_no_less_than_predicted(
 
 
 @pytest.mark.parametrize("bandwidth", [5e5, 1.5e6, 1.7e6, 2e6, 1e7])
-@pytest.mark.parametrize("recomputed_layers", [0, 8, 16])
+@pytest.mark.parametrize(("recomputed_layers", "keeps"), [(0, False), (8, True), (16, False)])
 @pytest.mark.parametrize("degree", [2, 3, 4, 7])
-def test_rings_take_as_long_as_predicted(degree: int, recomputed_layers: int, bandwidth: float) -> None:
+def test_rings_take_as_long_as_predicted(degree: int, recomputed_layers: int, keeps: bool, bandwidth: float) -> None:
     """Bandwidths from one that hides nothing of a steady round to one that hides all of it."""
-    model = replace(DEEP, hidden_size=8, num_kv_heads=8, head_dim=64, ffn_size=8)  # little to gather, much to pass on
+    model = replace(
+        DEEP, hidden_size=8, num_kv_heads=8, head_dim=64, ffn_size=8, keeps_attention=keeps
+    )  # little to gather, much to pass on
     hardware = machine(inter_node_bandwidth=bandwidth, intra_node_bandwidth=1e12, devices_per_node=1)
     cost = CostModel.from_profiles(
         model,
@@ -55,6 +57,7 @@ def test_rings_take_as_long_as_predicted(degree: int, recomputed_layers: int, ba
     )
     num_tokens = 300 * degree
     plan = plan_of([[(tuple(range(degree)), (0,))]], num_ranks=degree, recomputed_layers=recomputed_layers)
+    plan = replace(plan, keeps_attention=keeps)
     simulated_s = simulate(lower(plan, specs([num_tokens])), model=model, hardware=hardware).iteration_s
     group_s = cost.group_s(num_tokens * (num_tokens + 1) / 2, num_tokens, degree=degree)
     assert simulated_s == pytest.approx(cost.batch_s([float(group_s)]), rel=2.5e-2)

@@ -13,7 +13,7 @@ from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_stat
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.strategies.registry import slices
-from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile, Primitive
 from rayfcp.values.devices import DEVICES
 
 GIB = 1 << 30
@@ -100,7 +100,7 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
         InfeasiblePlanError: not even one token.
     """
     own, train, size = device_model(model, config.cluster.tensor_parallel), config.train, BYTES[config.model.dtype]
-    stages = layers_of_stage(config, model)
+    stages, by_heads = layers_of_stage(config, model), Primitive.ULYSSES.value in config.plan.primitives
     if not stages:
         return max_tokens_per_rank(
             own,
@@ -110,6 +110,7 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
             bytes_per_element=size,
             reduce_every=train.reduce_every,
             gather_every=train.gather_every,
+            by_heads=by_heads,
         )
     fixed = [
         stage_state_bytes(
@@ -124,7 +125,8 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
         for stage in range(len(stages))
     ]
     each = layer_bytes(own, bytes_per_element=size)
-    tokens = [each.kept * layers + each.head + each.working + each.buffers for layers in stages]
+    kept = each.kept + by_heads * each.exchanged
+    tokens = [kept * layers + each.head + each.working + each.buffers for layers in stages]
     fits = [(memory_bytes - have) // per_token for have, per_token in zip(fixed, tokens, strict=True)]
     if min(fits) < 1:
         stage = fits.index(min(fits))

@@ -33,7 +33,12 @@ def pass_seconds(
     shape: PassShape, *, cluster: ClusterSpec, model: ModelProfile, hardware: HardwareProfile, cost: CostModel
 ) -> float:
     """Simulated seconds of a timed pass, which recomputes as many layers as passes of `cost`."""
-    plan, sequences = pass_plan(shape, num_ranks=cluster.num_ranks, recomputed_layers=cost.recomputed_layers)
+    plan, sequences = pass_plan(
+        shape,
+        num_ranks=cluster.num_ranks,
+        recomputed_layers=cost.recomputed_layers,
+        keeps_attention=cost.keeps_attention,
+    )
     programs = lower(plan, sequences)
     return simulate(programs, model=model, hardware=hardware, node_of_rank=cluster.node_of_rank).iteration_s
 

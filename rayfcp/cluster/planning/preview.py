@@ -99,6 +99,10 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
     Raises:
         ConfigError: the shape is unknown.
     """
+    return dataclasses.replace(_shape(config, name), keeps_attention=not config.train.recompute_attention)
+
+
+def _shape(config: Config, name: str | None) -> ModelProfile:
     if name is not None:
         return model_profile(name)
     path = config.model.path

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.attention.heads import HeadExchange, ToHeads, ToTokens
+from rayfcp.execute.attention.kept import KeptResults, Results, once
 from rayfcp.execute.attention.reshuffle import to_loop, to_plan
 from rayfcp.execute.attention.schedule import (
     AttentionSchedule,
@@ -42,8 +43,8 @@ class AttentionContext:
 
     `schedule` belongs to layers of `kind`, the stage's first; `others` has those of other kinds (see `of_kind`). The
     first `recomputed_layers` layers of the stage keep only their input; `recomputed` says whether this layer, number
-    `layer` of the model, is one of them. `store`: keys and values that microbatches keep for later ones, this one being
-    number `microbatch`.
+    `layer` of the model, is one of them, which with `keeps_attention` has `kept` for the results of its attention.
+    `store`: keys and values that microbatches keep for later ones, this one being number `microbatch`.
     """
 
     schedule: AttentionSchedule
@@ -57,6 +58,8 @@ class AttentionContext:
     stats: AttentionStats = field(default_factory=AttentionStats)
     kind: LayerKind = FULL
     others: Mapping[LayerKind, AttentionSchedule] = field(default_factory=dict)
+    keeps_attention: bool = False
+    kept: KeptResults | None = None
 
     @classmethod
     def of(cls, item: Forward, **others: Any) -> "AttentionContext":
@@ -70,6 +73,7 @@ class AttentionContext:
             microbatch=item.microbatch,
             kind=item.kind,
             others=schedules,
+            keeps_attention=item.keeps_attention,
             **others,
         )
 
@@ -170,9 +174,19 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if context.schedule.heads is None:
         return _Attention.apply(query, key, value, context, scale)  # type: ignore[no-any-return, no-untyped-call]
-    carrier, stats = context.transport, context.stats
+    return _by_heads(query, key, value, context=context, scale=scale)
+
+
+def _by_heads(query: Tensor, key: Tensor, value: Tensor, /, *, context: AttentionContext, scale: float) -> Tensor:
+    """Attention between the exchanges of tokens for heads and back."""
+    assert context.schedule.heads is not None, "the program shares out heads"
     heads = HeadExchange(
-        context.schedule.heads, heads=query.shape[1], kv_heads=key.shape[1], transport=carrier, stats=stats
+        context.schedule.heads,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        transport=context.transport,
+        stats=context.stats,
+        kept=context.kept,
     )
     gathered: Tensor = ToHeads.apply(query, key, value, heads)  # type: ignore[no-untyped-call]
     parts = gathered.split([heads.head_share, heads.kv_share, heads.kv_share], dim=1)
@@ -187,13 +201,7 @@ class _Attention(torch.autograd.Function):
         schedule, transport, stats = context.schedule, context.transport, context.stats
         if schedule.reshuffle:
             q, k, v = to_plan(schedule.reshuffle, (query, key, value), transport=transport, stats=stats)
-        run = _Pass(context, q, scale=scale)
-        run.slots.fill(0, k, value=v)
-        run.slots.keep(recomputed=context.recomputed)
-        merged = MergedAttention(q)
-        run.rounds(schedule.forward, functools.partial(run.attend, merged=merged))
-        run.slots.close()
-        out, lse = merged.result(query.dtype)
+        out, lse = once("attention", lambda: _attended(context, q, k, value=v, scale=scale), kept=context.kept)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.context, ctx.scale = context, scale
         if schedule.reshuffle:
@@ -218,6 +226,18 @@ class _Attention(torch.autograd.Function):
         if schedule.reshuffle:
             grads = to_loop(schedule.reshuffle, grads, num_rows=num_rows, transport=transport, stats=stats)
         return *grads, None, None
+
+
+def _attended(context: AttentionContext, query: Tensor, key: Tensor, *, value: Tensor, scale: float) -> Results:
+    """Run the forward rounds; output and logsumexp."""
+    run = _Pass(context, query, scale=scale)
+    run.slots.fill(0, key, value=value)
+    held = context.kept is not None and context.schedule.heads is not None  # keys and values by heads are kept whole
+    run.slots.keep(recomputed=context.recomputed and not held)
+    merged = MergedAttention(query)
+    run.rounds(context.schedule.forward, functools.partial(run.attend, merged=merged))
+    run.slots.close()
+    return merged.result(query.dtype)
 
 
 class _Pass:

@@ -3,6 +3,7 @@
 The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023), run as the program's point-to-point matchings.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rayfcp.execute.attention.kept import KeptResults, once
 from rayfcp.execute.attention.slots import accumulator_dtype
 from rayfcp.execute.parallel.transport import AttentionStats, Transport
 from rayfcp.program import HeadProgram, Message, Payload, exchange_rounds, spans
@@ -19,11 +21,19 @@ class HeadExchange:
     """One rank's end of the exchanges of a group, for tensors of `heads` and `kv_heads` heads.
 
     Position p of degree d has query heads [p h, (p + 1) h), h = heads / d, and the k = max(kv_heads / d, 1) key and
-    value heads that they attend to, replicated where d is above kv_heads.
+    value heads that they attend to, replicated where d is above kv_heads. `kept`: of a recomputed layer, which then
+    repeats no exchange.
     """
 
     def __init__(
-        self, program: HeadProgram, *, heads: int, kv_heads: int, transport: Transport, stats: AttentionStats
+        self,
+        program: HeadProgram,
+        *,
+        heads: int,
+        kv_heads: int,
+        transport: Transport,
+        stats: AttentionStats,
+        kept: KeptResults | None = None,
     ) -> None:
         degree = program.degree
         if transport.rank not in program.ranks:
@@ -36,7 +46,7 @@ class HeadExchange:
                 f"{program.ranks}; the degree must divide the heads, and divide the key/value heads or be a multiple "
                 "of them: plan with the model's num_heads and num_kv_heads"
             )
-        self.heads, self.kv_heads = heads, kv_heads
+        self.heads, self.kv_heads, self.kept = heads, kv_heads, kept
         self.head_share, self.kv_share = heads // degree, max(kv_heads // degree, 1)
         self._program, self._transport, self._stats = program, transport, stats
         self._spans = spans(program.tokens)
@@ -97,9 +107,13 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: HeadExchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.gather(
-            lambda position: exchange.part(query, key, value=value, position=position), payload=Payload.QKV
+        part_of = functools.partial(exchange.part, query, key, value=value)
+        (whole,) = once(
+            "heads",
+            lambda: (exchange.gather(lambda position: part_of(position=position), payload=Payload.QKV),),
+            kept=exchange.kept,
         )
+        return whole
 
     @staticmethod
     @once_differentiable
@@ -124,7 +138,12 @@ class ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, exchange: HeadExchange) -> Tensor:
         ctx.exchange = exchange
-        return torch.cat(exchange.scatter(out.contiguous(), payload=Payload.OUT), dim=1)
+        (own,) = once(
+            "tokens",
+            lambda: (torch.cat(exchange.scatter(out.contiguous(), payload=Payload.OUT), dim=1),),
+            kept=exchange.kept,
+        )
+        return own
 
     @staticmethod
     @once_differentiable
