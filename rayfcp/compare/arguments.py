@@ -48,8 +48,8 @@ class Inputs:
     """Arguments of `rayfcp compare`.
 
     `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. `frozen_vision`: the vision encoder is not
-    trained. `keep_attention`: recomputed layers do not repeat their attention. None means `memory_gib` of the hardware,
-    no fixed `max_tokens_per_rank`, and the best `recompute_layers`, `reduce_every` and (with stages) `gather_every` of
+    trained. `keep_attention`: recomputed layers may keep their attention. None means `memory_gib` of the hardware, no
+    fixed `max_tokens_per_rank`, and the best `recompute_layers`, `reduce_every` and (with stages) `gather_every` of
     each strategy. `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two
     stages. `searched`: which of `stages` and `tensor_parallel`, here 1, are searched.
     """
@@ -163,8 +163,8 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--keep-attention",
         action="store_true",
-        help="recomputed layers keep the output of attention and do not repeat it, as runs do unless "
-        "train.recompute_attention is set (default: they repeat it, as in the systems compared with)",
+        help="recomputed layers may keep the output of attention instead of repeating it, where memory has room "
+        "(default: they repeat it, as in the systems compared with; see train.recompute_attention)",
     )
     for option, what in (
         ("--reduce-every", "gradients are reduced"),

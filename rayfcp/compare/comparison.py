@@ -104,7 +104,7 @@ def model_of(inputs: Inputs) -> ModelProfile:
     Raises:
         ConfigError: An unknown model, or one without an encoder to freeze.
     """
-    model = replace(model_profile(inputs.model), keeps_attention=bool(inputs.keep_attention))
+    model = model_profile(inputs.model)
     if not inputs.frozen_vision:
         return model
     if model.vision is None:
@@ -195,6 +195,7 @@ def evaluate(
         num_ranks=cluster.num_ranks,
         num_stages=cluster.num_stages,
         recomputed_layers=setting.recomputed_layers if cluster.num_stages == 1 else None,
+        keeps_attention=setting.cost.keeps_attention,
         reduce_every=setting.reduce_every,
         gather_every=setting.gather_every,
         layers_of_stage=cluster.layers_of_stage,

@@ -66,6 +66,7 @@ class Entry:
     num_microbatches: float | None = None
     degrees: dict[int, float] | None = None
     recomputed_layers: int | None = None
+    keeps_attention: bool | None = None
     reduce_every: str | None = None
     gather_every: str | None = None
     layers_of_stage: tuple[int, ...] = ()

@@ -62,7 +62,7 @@ def run_config(advice: Advice, *, data: str | None = None) -> dict[str, Any]:
             "packing": inputs.packing,
             "degrees": inputs.degrees,
         },
-        "train": _train(best, inputs=inputs),
+        "train": _train(best),
     }
 
 
@@ -103,7 +103,7 @@ def _cluster(advice: Advice, best: Trial, *, model: ModelProfile) -> dict[str, A
     return given
 
 
-def _train(best: Trial, *, inputs: Inputs) -> dict[str, Any]:
+def _train(best: Trial) -> dict[str, Any]:
     assert best.setting is not None
     setting = best.setting
     given: dict[str, Any] = {"reduce_every": setting.reduce_every}
@@ -111,7 +111,8 @@ def _train(best: Trial, *, inputs: Inputs) -> dict[str, Any]:
         given |= {"gather_every": setting.gather_every}
     else:
         given |= {"recompute_layers": setting.recomputed_layers}
-    return given | {"recompute_attention": not inputs.keep_attention}
+    recomputes = best.layout.num_stages > 1 or setting.recomputed_layers > 0
+    return given | {"recompute_attention": recomputes and not setting.cost.keeps_attention}
 
 
 def _placeholders(raw: dict[str, Any]) -> list[str]:

@@ -92,14 +92,15 @@ def settings_of(
     if num_stages > 1:
         return _stage_settings(inputs, model=model, hardware=hardware, num_ranks=num_ranks, num_stages=num_stages)
 
-    def setting(layers: int, reduce_every: ReduceEvery) -> Setting:
+    def setting(layers: int, reduce_every: ReduceEvery, keeps: bool) -> Setting:
+        shape = replace(model, keeps_attention=keeps)
         choice: dict[str, Any] = {
             "recomputed_layers": layers,
             "bytes_per_element": hardware.dtype_bytes,
             "reduce_every": reduce_every,
         }
         tokens = inputs.max_tokens_per_rank or max_tokens_per_rank(
-            model, num_devices=num_ranks, memory_bytes=_memory_bytes(inputs, hardware=hardware), by_heads=True, **choice
+            shape, num_devices=num_ranks, memory_bytes=_memory_bytes(inputs, hardware=hardware), by_heads=True, **choice
         )
         if longest > tokens * num_ranks:
             raise InfeasiblePlanError(
@@ -107,21 +108,22 @@ def settings_of(
                 f"({tokens} each); lower --max-seqlen, or add devices or memory"
             )
         return Setting(
-            model=model,
+            model=shape,
             hardware=hardware,
             recomputed_layers=layers,
             reduce_every=reduce_every,
             cluster=ClusterSpec(
                 num_ranks=num_ranks, max_tokens_per_rank=tokens, tensor_parallel=inputs.tensor_parallel
             ),
-            cost=CostModel.from_profiles(model, hardware, num_ranks=num_ranks, **choice),
+            cost=CostModel.from_profiles(shape, hardware, num_ranks=num_ranks, **choice),
         )
 
     return _feasible(setting, _choices(inputs, num_layers=model.num_layers))
 
 
-def _choices(inputs: Inputs, *, num_layers: int) -> Iterable[tuple[int, ReduceEvery]]:
-    """Return layers and reductions to try, the most memory first: {no, half, all} layers x {per step, per microbatch}.
+def _choices(inputs: Inputs, *, num_layers: int) -> Iterable[tuple[int, ReduceEvery, bool]]:
+    """Return layers and reductions to try, and whether recomputed layers keep their attention, the most memory first:
+    {no, half, all} layers x {per step, per microbatch} x {kept, if it may be, and not}.
 
     A fixed `max_tokens_per_rank` implies no recomputation and one reduction per step unless `inputs` says otherwise.
     """
@@ -133,7 +135,13 @@ def _choices(inputs: Inputs, *, num_layers: int) -> Iterable[tuple[int, ReduceEv
                 f"--recompute-layers is {inputs.recompute_layers}, must be at most the model's {num_layers}; lower it"
             )
         layers = (inputs.recompute_layers,)
-    return product(layers, (inputs.reduce_every,) if inputs.reduce_every else EITHER[: 1 if fixed else 2])
+    reductions = (inputs.reduce_every,) if inputs.reduce_every else EITHER[: 1 if fixed else 2]
+    choices = product(layers, reductions, _keeping(inputs))
+    return (choice for choice in choices if choice[0] or not choice[2])
+
+
+def _keeping(inputs: Inputs) -> tuple[bool, ...]:
+    return (True, False) if inputs.keep_attention else (False,)
 
 
 def _stage_settings(
@@ -145,9 +153,10 @@ def _stage_settings(
     reductions = (inputs.reduce_every,) if inputs.reduce_every else EITHER
     gathers = (inputs.gather_every,) if inputs.gather_every else EITHER
 
-    def setting(layers: tuple[int, ...], reduce_every: ReduceEvery, gather_every: ReduceEvery) -> Setting:
+    def setting(layers: tuple[int, ...], reduce_every: ReduceEvery, gather_every: ReduceEvery, keeps: bool) -> Setting:
+        shape = replace(model, keeps_attention=keeps)
         cost = CostModel.from_profiles(
-            model,
+            shape,
             hardware,
             num_ranks=num_ranks,
             num_stages=num_stages,
@@ -159,7 +168,7 @@ def _stage_settings(
         )
         assert cost.pipeline is not None, "there are stages"
         return Setting(
-            model=model,
+            model=shape,
             hardware=hardware,
             recomputed_layers=0,
             reduce_every=reduce_every,
@@ -174,7 +183,7 @@ def _stage_settings(
             cost=cost,
         )
 
-    return _feasible(setting, product(splits, reductions, gathers))
+    return _feasible(setting, product(splits, reductions, gathers, _keeping(inputs)))
 
 
 def _feasible(setting: Callable[..., Setting], choices: Iterable[tuple[Any, ...]]) -> tuple[Setting, ...]:

@@ -103,7 +103,8 @@ def degrees_text(degrees: dict[int, float], *, most: int = 6) -> str:
 
 def setting_text(entry: Entry) -> str:
     """Return the setting in words, e.g. `18 layers recomputed, reduce per microbatch`."""
+    kept = ", attention kept" if entry.keeps_attention else ""
     if entry.num_stages > 1:
-        return f"{entry.num_stages} stages, reduce per {entry.reduce_every}, gather per {entry.gather_every}"
+        return f"{entry.num_stages} stages{kept}, reduce per {entry.reduce_every}, gather per {entry.gather_every}"
     layers = "nothing" if not entry.recomputed_layers else counted(entry.recomputed_layers, "layer")
-    return f"{layers} recomputed, reduce per {entry.reduce_every}"
+    return f"{layers} recomputed{kept}, reduce per {entry.reduce_every}"

@@ -157,6 +157,12 @@ def test_memory_decides_on_recomputation(tmp_path: Path) -> None:
     for layers in (0, 8, 16):
         fixed = results(compare(free(tmp_path, memory_gib=13.0, recompute_layers=layers)))["flex-ring"]
         assert not fixed["feasible"] or chosen["iteration_s"] <= 1.02 * fixed["iteration_s"]
+    kept, repeated = (
+        results(compare(free(tmp_path, recompute_layers=16, keep_attention=keep)))["flex-ring"]
+        for keep in (True, False)
+    )
+    assert kept["keeps_attention"] and not repeated["keeps_attention"]
+    assert kept["iteration_s"] < repeated["iteration_s"] and kept["peak_memory_gib"] > repeated["peak_memory_gib"]
     fixed = results(compare(free(tmp_path, reduce_every="step", recompute_layers=4)))["flex-ring"]
     assert (fixed["recomputed_layers"], fixed["reduce_every"]) == (4, "step")
     with pytest.raises(ConfigError, match="--recompute-layers is 17, must be at most the model's 16"):
