@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
@@ -17,7 +18,7 @@ from rayfcp.data.vision.decoding import DecodedImages, ImageRange
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.optimization import learning_rate, make_optimizer, scale_gradients, totals
+from rayfcp.execute.optimization import LocalAdamW, learning_rate, make_optimizer, totals, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
@@ -41,7 +42,7 @@ class Generation:
     groups: ProcessGroups
     layers_of_stage: tuple[int, ...]
     module: StageModule
-    optimizer: torch.optim.Optimizer
+    optimizer: LocalAdamW
     wait: HostWait
     writer: CheckpointWriter
     snapshots: Snapshots
@@ -214,15 +215,14 @@ class RankEngine:
                 sum_over = generation.wait.timed()(generation.groups.sum)
                 batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
             tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
-            done = generation.interpreter.run(program, tokens, images=images, loss_scale=loss_scale)
+            done = generation.interpreter.enqueue(program, tokens, images=images, loss_scale=loss_scale)
             release(generation.module)
-            update_s = time.time()
-            numbers = self._update(batch, done.loss_sum)
-            updated_s = time.time()
+            # The host waits for the device in the update, and nowhere before.
+            numbers, update_s = self._update(batch, done.loss_sum)
             if snapshot is not None:
                 on_copy(generation.snapshots.take(snapshot))
             return self._report(
-                batch.step, numbers, done=done, update_s=(update_s, updated_s), start_s=start_s, broken=broken
+                batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
             )
 
     def _report(
@@ -231,7 +231,7 @@ class RankEngine:
         numbers: tuple[float, float, float],
         *,
         done: Execution,
-        update_s: tuple[float, float],
+        update_s: tuple[float, ...],
         start_s: float,
         broken: tuple[str, ...],
     ) -> DeviceReport:
@@ -259,21 +259,19 @@ class RankEngine:
             broken=broken,
         )
 
-    def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:
-        """Reduce loss and gradient norm, then update, unless the batch has no targets or one of the two is not finite.
-        Both are global, so all devices agree. Returns loss, norm and learning rate."""
-        generation = self.generation
+    def _update(self, batch: GlobalBatch, loss_sum: Tensor) -> tuple[tuple[float, float, float], tuple[float, ...]]:
+        """Reduce loss and gradient norm, and update (`optimization.update`). Returns loss, norm and learning rate; and
+        start and stop in seconds."""
+        generation, train, clock = self.generation, self._config.train, self._backend.clock(time.time)
+        start = clock.mark()
         with generation.wait.timed():
-            loss_sum, squares = totals(generation.groups, generation.module, loss_sum=loss_sum)
-        loss, norm = loss_sum / max(batch.num_targets, 1), math.sqrt(squares)
-        rate = learning_rate(batch.step, self._config.train)
-        if batch.num_targets and math.isfinite(loss) and math.isfinite(norm):
-            scale_gradients(generation.module.parameters(), norm=norm, max_norm=self._config.train.grad_clip)
-            for group in generation.optimizer.param_groups:
-                group["lr"] = rate
-            generation.snapshots.hold_update()  # the last copy may still be reading what is updated
-            generation.optimizer.step()
-        return loss, norm, rate
+            sums = totals(generation.groups, generation.module, loss_sum=loss_sum)
+        rate = learning_rate(batch.step, train)
+        for group in generation.optimizer.param_groups:
+            group["lr"] = rate
+        generation.snapshots.hold_update()  # the last copy may still be reading what is updated
+        loss, norm = update(generation.optimizer, sums, num_targets=batch.num_targets, max_norm=train.grad_clip)
+        return (loss, norm, rate), clock.times(start, clock.mark())
 
     def take_snapshot(self, state: StateId) -> ShardHeader:
         """Copy the model's and optimizer's contents, between steps, as `state`."""

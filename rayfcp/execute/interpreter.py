@@ -52,6 +52,27 @@ class Execution:
     gather_s: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enqueued:
+    """A program whose instructions the device may still be running; `loss_sum` is on the device."""
+
+    loss_sum: Tensor
+    stats: AttentionStats
+    record: "_SpanRecord"
+
+    def read(self) -> Execution:
+        """Wait for the device, unless that has been done, and read the results."""
+        waited_s = self.record.waited_s
+        return Execution(
+            loss_sum=float(self.loss_sum),
+            spans=self.record.spans(),
+            bytes_sent=self.stats.bytes_sent,
+            num_pairs=self.stats.pairs,
+            wait_s=self.stats.wait_s,
+            gather_s=tuple(waited_s[each] for each in sorted(waited_s)),
+        )
+
+
 class BatchTokens:
     """See `TokenSource`; read from the shards on demand. A sample without counted targets has none."""
 
@@ -191,6 +212,12 @@ class Interpreter:
     ) -> Execution:
         """Run all instructions of this rank's and stage's program in order; parameters' gradients accumulate. `images`:
         needed if the program encodes any, or positions have several axes."""
+        return self.enqueue(program, tokens, images=images, loss_scale=loss_scale).read()
+
+    def enqueue(
+        self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
+    ) -> Enqueued:
+        """`run` without waiting for the device."""
         self._check(program)
         record, store = _SpanRecord(program, self._clock, waited=self._waited), ContextStore()
         passes = Passes(program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device)
@@ -219,14 +246,7 @@ class Interpreter:
         self._on_progress(len(program.instructions))
         if self._pipes:
             self._pipes.finish()
-        return Execution(  # reading these is where the host waits for the device, and nowhere before
-            loss_sum=float(passes.loss_sum),
-            spans=record.spans(),
-            bytes_sent=passes.stats.bytes_sent,
-            num_pairs=passes.stats.pairs,
-            wait_s=passes.stats.wait_s,
-            gather_s=tuple(record.waited_s[each] for each in sorted(record.waited_s)),
-        )
+        return Enqueued(loss_sum=passes.loss_sum, stats=passes.stats, record=record)
 
     def _check(self, program: RankProgram) -> None:
         if program.rank != self._transport.rank:

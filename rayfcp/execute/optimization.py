@@ -1,17 +1,17 @@
-"""The update: learning rate by step, global gradient norm, clipping, AdamW."""
+"""The update: learning rate by step, global gradient norm, clipping, AdamW on local shards."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
-from rayfcp.execute.devices.backend import backend_of, to_device
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.groups import ProcessGroups, swap
 from rayfcp.execute.parallel.sharding import StageModule, local_shard
 
@@ -33,15 +33,73 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
 
 
-def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates this device's shards with one fused kernel per group, where the device has it (`is_fused`):
+    DTensors cost the host more than ten times as much. State and checkpoints are those of AdamW."""
+
+    is_fused = True
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Any = None, *, scale: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """Update. Where `is_fused`, gradients are divided by `scale` before, and nothing is updated if `skip` is 1,
+        both in fp32 on the device; after an update with `skip` of 0 call `count`."""
+        if not self.is_fused:
+            super().step(closure)
+            return
+        for group in self.param_groups:
+            self._update(group, scale=scale, skip=skip)
+        if skip is None:
+            self.count()
+
+    def _update(self, group: dict[str, Any], *, scale: Tensor | None, skip: Tensor | None) -> None:
+        tensors: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+        self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+        *sharded, _, steps = tensors
+        if not steps:
+            return
+        parameters, gradients, means, squares = ([_local(each) for each in some] for some in sharded)
+        done = torch.stack(steps).tolist()
+        numbers = {each: torch.full((), each + 1, device=parameters[0].device) for each in set(done)}
+        torch._fused_adamw_(
+            parameters,
+            gradients,
+            means,
+            squares,
+            [],
+            [numbers[each] for each in done],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+            found_inf=skip,
+        )
+
+    def count(self) -> None:
+        """Count an update of all parameters that have gradients."""
+        trained = (each for group in self.param_groups for each in group["params"] if each.grad is not None)
+        torch._foreach_add_([self.state[each]["step"] for each in trained], 1.0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This device's shard; without grad mode that costs next to nothing."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_optimizer(module: nn.Module, config: TrainConfig) -> LocalAdamW:
     """AdamW with weight decay for matrices, not for vectors (norms, biases). The parameters of a group lie on one mesh:
-    fused updates, as on accelerators, cannot mix meshes."""
+    updates of several DTensors at once cannot mix meshes."""
     groups: dict[tuple[bool, int], list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         if parameter.requires_grad:
             dimensions = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
             groups[parameter.ndim < 2, dimensions].append(parameter)
-    return torch.optim.AdamW(
+    optimizer = LocalAdamW(
         [
             {"params": members, "weight_decay": 0.0 if is_vector else config.weight_decay}
             for (is_vector, _), members in sorted(groups.items())
@@ -49,6 +107,30 @@ def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
     )
+    optimizer.is_fused = all(backend_of(each.device).fuses_adamw for each in module.parameters())
+    return optimizer
+
+
+def update(optimizer: LocalAdamW, sums: Tensor, *, num_targets: int, max_norm: float) -> tuple[float, float]:
+    """Clip gradients by norm and update, unless the batch has no targets, or loss or norm is not finite; return both.
+
+    `sums`: of losses and of squared gradients (`totals`), so that all devices agree. The host reads them once, and
+    where updates are fused only after everything is enqueued.
+    """
+    loss, norm = sums[0] / max(num_targets, 1), sums[1].sqrt()
+    read = torch.stack([loss, norm])
+    if num_targets and optimizer.is_fused:
+        scale = (norm / max_norm).clamp(min=1.0)
+        optimizer.step(scale=scale.float(), skip=1.0 - read.isfinite().all().float())
+    loss_found, norm_found = read.tolist()
+    if num_targets and math.isfinite(loss_found) and math.isfinite(norm_found):
+        if optimizer.is_fused:
+            optimizer.count()
+        else:
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            scale_gradients(parameters, norm=norm_found, max_norm=max_norm)
+            optimizer.step()
+    return loss_found, norm_found
 
 
 def sum_copies(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -65,11 +147,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return local_shard(parameter.grad)
 
 
+@torch.no_grad()
 def local_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Sum of squares of this device's shards of the gradients, in the dtype of the device's sums."""
     gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    parts = [each.to(backend_of(each.device).sum_dtype).square().sum() for each in gradients]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(gradients, 2, dtype=backend_of(gradients[0].device).sum_dtype)
+    return torch.stack(norms).square().sum()
 
 
 def is_split(parameter: nn.Parameter) -> bool:
@@ -89,8 +174,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
             local_shard(parameter.grad).mul_(max_norm / norm)
 
 
-def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: float) -> tuple[float, float]:
-    """Sums of losses and of squared gradients over all devices; copies count once.
+def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: Tensor) -> Tensor:
+    """Sums of losses and of squared gradients over all devices; copies count once. The host does not wait for them.
 
     Before, gradients of parameters with copies are summed over these, and parameters that this batch did not use get
     zeros, so that all are updated equally often.
@@ -111,7 +196,5 @@ def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: float) -> tu
         for parameter in module.parameters()
         if (position.tensor_rank == 0 or is_split(parameter)) and (position.stage == 0 or parameter is not shared)
     ]
-    dtype = backend_of(groups.device).sum_dtype
-    own = to_device(np.array(loss_sum if position.tensor_rank == 0 else 0.0), dtype=dtype, device=groups.device)
-    loss_sum, squares = groups.sum(torch.stack([own, local_squares(counted).to(own)])).tolist()
-    return loss_sum, squares
+    own = loss_sum if position.tensor_rank == 0 else torch.zeros_like(loss_sum)
+    return groups.sum(torch.stack([own, local_squares(counted).to(own)]))

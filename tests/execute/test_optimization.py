@@ -18,7 +18,7 @@ from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients
+from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.execute.reports import DeviceReport
@@ -112,6 +112,33 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     }
     assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {(0.5, (0.7, 0.8))}
     assert len(make_optimizer(nn.Linear(3, 2, bias=False), config).param_groups) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_updates_are_adamw(dtype: torch.dtype) -> None:
+    """Clipped or not, one of four skipped, parameters without gradients or elements: as torch's AdamW, with its state
+    dict."""
+    config = TrainConfig(learning_rate=0.05, weight_decay=0.2, grad_clip=1.0)
+    modules = [with_gradients(0, scale=1.0).to(dtype) for _ in range(2)]
+    for module in modules:
+        module.empty = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+    modules[1].load_state_dict(modules[0].state_dict())
+    fused, plain = (make_optimizer(module, config) for module in modules)
+    plain.is_fused = False
+    for step, scale in enumerate((0.1, 5.0, math.nan, 2.0)):
+        found = []
+        for module, optimizer in zip(modules, (fused, plain), strict=True):
+            for at, parameter in enumerate(module.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9 * step + at))
+                parameter.grad = scale * noise.to(dtype)
+            module[2].weight.grad = None
+            sums = torch.stack([torch.ones((), dtype=torch.float64), local_squares(module.parameters())])
+            found.append(update(optimizer, sums, num_targets=2, max_norm=config.grad_clip))
+        assert found[0] == pytest.approx(found[1], nan_ok=True) and found[0][0] == 0.5
+        torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(fused.state_dict()["state"], plain.state_dict()["state"], rtol=1e-5, atol=1e-8)
+    assert {float(state["step"]) for state in fused.state.values()} == {3.0}
+    plain.load_state_dict(fused.state_dict())
 
 
 class Alone:

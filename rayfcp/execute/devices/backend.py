@@ -76,6 +76,9 @@ class DeviceBackend:
     sum_dtype = torch.float64
     """Dtype of sums of losses and squared gradients, also over devices."""
 
+    fuses_adamw = True
+    """torch has its fused kernel of AdamW."""
+
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
 

@@ -138,6 +138,9 @@ class NpuBackend(DeviceBackend):
     sum_dtype = torch.float32
     """HCCL's all-reduce takes no fp64 (CANN's `HcclAllReduce` on Atlas A2 and A3)."""
 
+    fuses_adamw = False
+    """torch_npu has a fused optimizer of its own, with other arguments."""
+
     def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:  # noqa: ARG002  an option of GPUs
         yield NpuKernel()
 
