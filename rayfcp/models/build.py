@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rayfcp.config.models import ModelConfig
 from rayfcp.cost.stages import split_layers
 from rayfcp.execute.parallel.groups import ProcessGroups
-from rayfcp.execute.parallel.sharding import local_shard, shard, stage_mesh
+from rayfcp.execute.parallel.sharding import local_shard, prefetch_next, shard, stage_mesh
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.attention_hook import IMPLEMENTATION, compile_around_attention
 from rayfcp.models.causal_lm import CausalLM
@@ -151,6 +151,7 @@ def sharded_model(
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
     kept = model.layers[-1] if model.stage.is_last else None
     shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype], kept=kept)
+    prefetch_next(model.layers)
     model.to_empty(device=world.device)
     path = run.path if run.init == "pretrained" and not empty else None
     initializer.fill(model, only_buffers=empty or bool(path))
