@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -57,6 +58,15 @@ def follow_context(layers: Mapping[int, nn.Module]) -> None:
     """
     for index, (number, layer) in enumerate(sorted(layers.items())):
         layer.forward = functools.partial(_forward, layer.forward, index, number)
+
+
+def compile_around_attention(layer: nn.Module, *, backend: str) -> None:
+    """Let `torch.compile` fuse what a layer that follows contexts computes before and after its attention, which stays
+    as it is. Numbers of tokens are symbols."""
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(_attend))
+    follows: Any = layer.forward
+    original, *numbers = follows.args
+    layer.forward = functools.partial(_forward, torch.compile(original, backend=backend, dynamic=True), *numbers)
 
 
 def _forward(original: Any, index: int, number: int, *args: Any, **keywords: Any) -> Any:

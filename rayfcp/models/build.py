@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rayfcp.config.models import ModelConfig
 from rayfcp.cost.stages import split_layers
 from rayfcp.execute.parallel.groups import ProcessGroups
-from rayfcp.execute.parallel.sharding import local_shard, shard, stage_mesh
+from rayfcp.execute.parallel.sharding import local_shard, prefetch_next, shard, stage_mesh
 from rayfcp.execute.state.snapshots import own_box
-from rayfcp.models.attention_hook import IMPLEMENTATION
+from rayfcp.models.attention_hook import IMPLEMENTATION, compile_around_attention
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import keywords_of, make_library_model, text_of, vision_family
 from rayfcp.models.pretrained import fill_pretrained, read
@@ -151,6 +151,7 @@ def sharded_model(
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
     kept = model.layers[-1] if model.stage.is_last else None
     shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype], kept=kept)
+    prefetch_next(model.layers)
     model.to_empty(device=world.device)
     path = run.path if run.init == "pretrained" and not empty else None
     initializer.fill(model, only_buffers=empty or bool(path))
@@ -162,20 +163,32 @@ def sharded_model(
 
 
 def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
-    """Let `torch.compile` fuse the parts of `model` without attention (norms, MLPs), in place; return their number.
+    """Let `torch.compile` fuse all of `model`'s layers but their attention, in place; return the number of parts.
 
     Names of parameters and hooks of layers stay, so that the model may be sharded. Numbers of tokens are symbols: a
-    batch of another length compiles nothing. MLPs of experts are not compiled: their shapes depend on the data.
+    batch of another length compiles nothing. MLPs of experts are not compiled, since their shapes depend on the data;
+    of such layers only the norms are.
     """
-    parts = [child for layer in model.layers for child in layer.children() if _has_static_shapes(child)]
+    parts: list[nn.Module] = []
+    num_whole = 0
+    for layer in model.layers:
+        if all(_has_static_shapes(each) for each in layer.children() if not _attends(each)):
+            compile_around_attention(layer, backend=backend)
+            num_whole += 1
+        else:
+            parts += [each for each in layer.children() if _has_static_shapes(each) and not _attends(each)]
     final = getattr(model.decoder, "norm", None)
     if model.stage.is_last and isinstance(final, nn.Module):
         parts.append(final)
     for part in parts:
         part.compile(backend=backend, dynamic=True)
-    return len(parts)
+    return num_whole + len(parts)
+
+
+def _attends(part: nn.Module) -> bool:
+    return any("attention" in type(each).__name__.lower() for each in part.modules())
 
 
 def _has_static_shapes(part: nn.Module) -> bool:
     names = [type(each).__name__.lower() for each in part.modules()]
-    return not any(word in name for name in names for word in ("attention", "expert", "sparsemoe", "router"))
+    return not any(word in name for name in names for word in ("expert", "sparsemoe", "router"))

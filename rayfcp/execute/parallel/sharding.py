@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,6 +65,14 @@ def shard(
         factors = {group.gradient_divide_factor for group in parameter_groups(part)}
         if factors - {1.0}:
             raise RuntimeError(f"gradients of {type(part).__name__} are divided by {factors}; sums are needed")
+
+
+def prefetch_next(layers: Iterable[nn.Module]) -> None:
+    """Let each of these sharded layers begin to gather the next one before it computes, as the simulator assumes. By
+    default a gather begins only when the host comes to its layer, which is too late where the host is not ahead."""
+    for layer, following in pairwise(layers):
+        assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule), "layers are sharded"
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def keep_gathered(module: nn.Module) -> None:
