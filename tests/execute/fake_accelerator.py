@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import itertools
 import sys
-import weakref
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -87,54 +89,64 @@ class Stream:
         return True
 
 
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """A storage that was seen. The weak reference keeps its address from being used again."""
+
+    storage: StorageWeakRef
+    label: str
+    num_bytes: int = 0
+
+
 class Memory:
-    """Storages of the device that live, with their bytes and a label. `label` names what is allocated now."""
+    """Storages of the device that live: their bytes now and at most, also by label. `label` names new ones."""
 
     def __init__(self) -> None:
-        self.bytes_now = self.peak = 0
-        self.by_label: Counter[str] = Counter()
+        self.label: Callable[[Any], str] = lambda _operator: ""
+        self.peak = 0
         self.at_peak: Counter[str] = Counter()
-        self.label: Callable[[Tensor, Any], str] = lambda _tensor, _operator: ""
-        self._known: dict[int, list[Any]] = {}
+        self._seen_bytes = 0
+        self._held: dict[int, _Held] = {}
+        self._lock = threading.RLock()  # a backward pass runs in a thread of its own
 
     def saw(self, tensor: Tensor, operator: Any) -> None:
-        """Count the storage of an operator's result, if it is new or has another size now."""
+        """Count the storage of an operator's result, if it is new."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            self._known[key] = [0, self.label(tensor, operator)]
-            weakref.finalize(storage, self._forget, key)
-        self.resized(storage)
+        with self._lock:
+            if storage._cdata not in self._held:
+                self._held[storage._cdata] = _Held(StorageWeakRef(storage), self.label(operator))
+                self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the present size of a storage that is known."""
-        held = self._known.get(storage._cdata)
-        if held is not None:
-            self._count(held, storage.nbytes())
+        """Count a storage's present size."""
+        with self._lock:
+            held = self._held.get(storage._cdata)
+            if held is not None:
+                self._seen_bytes += storage.nbytes() - held.num_bytes
+                held.num_bytes = storage.nbytes()
+                if self._seen_bytes > self.peak and self.num_bytes > self.peak:
+                    self.forget_peak()
 
-    def relabel(self, tensor: Tensor, label: str) -> None:
-        """Count a tensor under another label from now on."""
-        held = self._known[tensor.untyped_storage()._cdata]
-        num_bytes = held[0]
-        self._count(held, 0)
-        held[1] = label
-        self._count(held, num_bytes)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use."""
+        with self._lock:
+            for key in [key for key, held in self._held.items() if held.storage.expired()]:
+                self._seen_bytes -= self._held.pop(key).num_bytes
+            return self._seen_bytes
 
     def forget_peak(self) -> None:
-        self.peak, self.at_peak = self.bytes_now, self.by_label.copy()
+        """Take the peak to be now."""
+        self.peak = self.num_bytes
+        self.at_peak = self.by_label()
 
-    def _forget(self, key: int) -> None:
-        self._count(self._known.pop(key), 0)
-
-    def _count(self, held: list[Any], num_bytes: int) -> None:
-        grown = num_bytes - held[0]
-        if not grown:
-            return
-        held[0] = num_bytes
-        self.bytes_now += grown
-        self.by_label[held[1]] += grown
-        if self.bytes_now > self.peak:
-            self.forget_peak()
+    def by_label(self) -> Counter[str]:
+        """Bytes in use, by label."""
+        found: Counter[str] = Counter()
+        with self._lock:
+            for held in self._held.values():
+                found[held.label] += held.num_bytes
+        return found
 
 
 class DeviceModule(ModuleType):
@@ -198,7 +210,7 @@ class DeviceModule(ModuleType):
         pass
 
     def memory_allocated(self, _device: Any = None) -> int:
-        return self._memory.bytes_now
+        return self._memory.num_bytes
 
     def max_memory_allocated(self, _device: Any = None) -> int:
         return self._memory.peak
@@ -249,6 +261,8 @@ class _Mode(TorchDispatchMode):
         self.operators: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes again with its local tensors
         if func is torch.ops.prim.device.default:
             return func(*args)
         given = {key: each for key, each in (kwargs or {}).items() if key not in _IGNORED}
@@ -260,7 +274,8 @@ class _Mode(TorchDispatchMode):
         with self._fake:  # here only: it would also turn the contents of files into fake tensors
             result = _REPLACED.get(func, func)(*args, **given)
         for each in tree_leaves(result):
-            if isinstance(each, FakeTensor) and each.device.type == self._name:
+            # Others are of DTensor, which looks up shapes of whole tensors in a mode of its own.
+            if isinstance(each, FakeTensor) and each.fake_mode is self._fake and each.device.type == self._name:
                 self._memory.saw(each, func)
         return result
 

@@ -103,7 +103,7 @@ def rings(at: Accelerator) -> Found:
         "owned": owned,
         "aborted": aborted,
         "memory": report.memory_bytes,
-        "left": at.memory.bytes_now,
+        "left": at.memory.num_bytes,
         "ran": dict(ran),
     }
 
