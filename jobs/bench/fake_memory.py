@@ -4,6 +4,8 @@ The whole engine runs with shapes and no contents, on any machine: FSDP over all
 in rings, loss and update. Bytes are those of storages that live, not of an allocator that rounds and fragments them.
 
     python jobs/bench/fake_memory.py --model qwen3-8b --ranks 64 --tokens 131072 --degree 8 --recomputed 36
+
+The peak is that of a second step: in the first, DTensor looks up the shapes of whole tensors, which are counted too.
 """
 
 import argparse
@@ -97,7 +99,7 @@ def one_step(at: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
         states = at.memory.num_bytes
         _steps(at, engine, program=program, num_tokens=arguments.tokens)
     return {
-        "states": states,
+        "parameters": states,
         "peak": at.memory.peak,
         "at_peak": dict(at.memory.at_peak.most_common()),
     }

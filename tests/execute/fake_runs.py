@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import gc
 import json
 import sys
@@ -28,7 +29,7 @@ from rayfcp.execute.state.snapshots import Source
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.program import RankProgram, lower
-from rayfcp.values import GlobalBatch, Primitive, Sample
+from rayfcp.values import Action, GlobalBatch, Primitive, Sample
 from rayfcp.values.state import StateId
 from tests.execute.fake_accelerator import Accelerator, use
 
@@ -134,11 +135,24 @@ def one_rank(at: Accelerator) -> Found:
 
 
 def stages(at: Accelerator) -> Found:
-    """A step of each of two stages."""
+    """A step of each of two stages, of two microbatches: the last stage runs them one by one, the first both ahead."""
     found = {}
-    for stage in range(2):
-        plan, sequences = pass_plan(PassShape(degree=1, lengths=LENGTHS), num_ranks=1, recomputed_layers=1)
-        program = lower(through_stages(plan, layers_of_stage=(1, 1)), sequences)[stage]
+    plan, sequences = pass_plan(PassShape(degree=1, lengths=LENGTHS), num_ranks=1, recomputed_layers=1)
+    plan = through_stages(plan, layers_of_stage=(1, 1))
+    (whole,), (pipeline,) = plan.microbatches, plan.pipelines
+    first, second = (
+        dataclasses.replace(whole, groups=(dataclasses.replace(whole.groups[0], sequences=(each,)),)) for each in (0, 1)
+    )
+    forward, backward = ([Action(microbatch=each, backward=back) for each in (0, 1)] for back in (False, True))
+    alternating = [each for pair in zip(forward, backward, strict=True) for each in pair]
+    pipeline = dataclasses.replace(
+        pipeline,
+        stop=2,
+        actions=((*forward, *backward), tuple(alternating)),
+        recomputed_layers=tuple(each * 2 for each in pipeline.recomputed_layers),
+    )
+    programs = lower(dataclasses.replace(plan, microbatches=(first, second), pipelines=(pipeline,)), sequences)
+    for stage, program in enumerate(programs):
         with joined(at, MeshPosition(rank=0, num_ranks=1, stage=stage, num_stages=2)) as engine:
             found[str(stage)] = step(engine, program, 1).loss
     return found
