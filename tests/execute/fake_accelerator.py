@@ -265,7 +265,7 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # it comes again with its local tensors
         if func is torch.ops.prim.device.default:
             return func(*args)
-        given = {key: each for key, each in (kwargs or {}).items() if key not in _IGNORED}
+        given = {key: None if key in _IGNORED else each for key, each in (kwargs or {}).items()}
         leaves = tree_leaves((args, given))
         if not any(isinstance(each, FakeTensor) or _names(each, self._name) for each in leaves):
             with _disable_current_modes():
@@ -351,6 +351,9 @@ class Accelerator:
             yield
 
 
+_LIBRARY = torch.library.Library("_", "IMPL")
+
+
 def use(kind: str) -> Accelerator:
     """Make this process see one device of `kind` ("cuda" or "npu"), and process groups in which nothing is sent."""
     name = "npu" if kind == "npu" else "standin"
@@ -384,13 +387,14 @@ def _replace_torch(name: str, memory: Memory) -> None:
     def storage_address(storage: torch.UntypedStorage) -> int:
         return host_storage_address(storage) if storage.device.type == "cpu" else storage._cdata
 
+    _LIBRARY.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     host_address, host_storage_address = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
     make_generator = torch.Generator
     torch.Tensor.data_ptr = data_ptr
     torch.UntypedStorage.data_ptr = storage_address
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     torch.Tensor.record_stream = record_stream
-    torch.Generator = lambda *_: make_generator()
+    torch.Generator = type("Generator", (), {"__new__": lambda _class, *_: make_generator()})
     for each in ("alloc_storage", "free_storage"):
         setattr(_fsdp_param, each, resizing(getattr(_fsdp_param, each)))
 

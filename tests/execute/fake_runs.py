@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.kernels import Pairs
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.state.snapshots import Source
-from rayfcp.models.build import sharded_model
+from rayfcp.models.build import Initializer, sharded_model
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import Action, GlobalBatch, Primitive, Sample
@@ -225,8 +226,28 @@ def device(at: Accelerator) -> Found:
     }
 
 
+def sections(at: Accelerator) -> Found:
+    """Sections of `jobs/bench/gpu.py` that read nothing of the device but times, sizes and losses, at small sizes."""
+    sys.path.append(str(Path(__file__).parents[2] / "jobs" / "bench"))
+    sizes, gpu_sections = importlib.import_module("gpu_sizes"), importlib.import_module("gpu_sections")
+    make = Initializer.__init__
+
+    def on_host(initializer: Initializer, model: Any, *, seed: int, **_: Any) -> None:
+        make(initializer, model, seed=seed)
+
+    Initializer.__init__ = on_host  # a module of fake tensors cannot be converted back to the meta device
+    little = dataclasses.replace(sizes.LITTLE, dtype="bfloat16")
+    bench = sizes.Bench(device=at.device, sizes=little, log=lambda _: None)
+    found = {name: gpu_sections.SECTIONS[name](bench) for name in ("one_rank", "memory")}
+    return {
+        "waits": [wait for run in found["one_rank"]["runs"].values() for wait in run["waits"]],
+        "peaks": [row["peak_bytes"] for row in found["memory"]["rows"]],
+    }
+
+
 PARTS: dict[str, Callable[[Accelerator], Found]] = {
-    each.__name__: each for each in (device, rings, one_rank, stages, tensor_parallel, calibration, conformance)
+    each.__name__: each
+    for each in (device, rings, one_rank, stages, tensor_parallel, calibration, conformance, sections)
 }
 
 
