@@ -81,17 +81,22 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the losses of `logits`, `[tokens, vocab]`, which are overwritten with its gradient."""
+    """Sum of the losses of `logits`, `[tokens, vocab]`, which are overwritten with its gradient.
+
+    Without a fused kernel one wide copy of the logits exists at a time: `log_softmax` to a wider dtype would make two.
+    """
     fused = backend_of(logits.device).loss_kernel()
     if fused is not None and _wide(logits) is torch.float32:
         return fused(logits, targets)
     counted, index = targets != IGNORED, targets.clamp(min=0).unsqueeze(1)
-    shares = F.log_softmax(logits, dim=-1, dtype=_wide(logits))
-    losses = shares.gather(1, index).squeeze(1).masked_fill(~counted, 0.0)
-    shares.exp_()
-    shares.scatter_add_(1, index, torch.full_like(index, -1, dtype=shares.dtype))
-    torch.mul(shares, counted.unsqueeze(1), out=logits)
-    return -losses.sum()
+    shares = logits.to(_wide(logits))
+    shares -= shares.amax(-1, keepdim=True)
+    chosen = shares.gather(1, index)
+    total = shares.exp_().sum(-1, keepdim=True)
+    losses = (total.log() - chosen).squeeze(1).masked_fill(~counted, 0.0)
+    shares.scatter_add_(1, index, -total)
+    torch.mul(shares, counted.unsqueeze(1) / total, out=logits)
+    return losses.sum()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
