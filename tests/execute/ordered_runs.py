@@ -32,7 +32,7 @@ from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.devices.backend import EventClock, to_device
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.optimization import make_optimizer, scale_gradients, totals
+from rayfcp.execute.optimization import make_optimizer, totals, update
 from rayfcp.execute.parallel import transport as transports
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.transport import AttentionStats, DistributedTransport, Fabric, Pipes
@@ -184,15 +184,15 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
         )
         for version in range(num_steps):
             optimizer.zero_grad(set_to_none=True)
-            done = interpreter.run(programs[rank], CaseTokens(case), loss_scale=1.0 / case.num_targets)
-            if version == 0:
-                grads = {name: each.grad.inner.clone() for name, each in model.named_parameters()}
-                found[rank] = done.loss_sum, grads
-            _, squares = totals(alone, model, loss_sum=done.loss_sum)
-            scale_gradients(model.parameters(), norm=squares**0.5, max_norm=1e-3)
+            done = interpreter.enqueue(programs[rank], CaseTokens(case), loss_scale=1.0 / case.num_targets)
+            grads = {name: each.grad.inner.clone() for name, each in model.named_parameters()}
+            sums = totals(alone, model, loss_sum=done.loss_sum)
             snapshots.hold_update()
-            optimizer.step()
+            update(optimizer, sums, num_targets=case.num_targets, max_norm=1e-3)
+            with torch.no_grad():  # the host has waited for the update; copies are ordered after any writes
+                torch._foreach_mul_(list(model.parameters()), 1.0)
             snapshots.take(StateId(version=version, generation=0))
+            found.setdefault(rank, (done.read().loss_sum, grads))
         snapshots.settle()
 
     devices = on_ranks(work, num_ranks=case.num_ranks, fabric=fabric)

@@ -168,7 +168,7 @@ def _record(case: StagedCase, device: int) -> tuple[list[Event], list[Event]]:
         pipes=pipes_of(world, dtype=case.run.dtype),
     )
     with recording() as step:
-        done = interpreter.run(case.programs[device], CaseTokens(case), loss_scale=1.0)
+        done = interpreter.enqueue(case.programs[device], CaseTokens(case), loss_scale=1.0)
         totals(world, model, loss_sum=done.loss_sum)
     assert set(dist.distributed_c10d._world.pg_map) == made, "a group made in a step, whose communicator would be new"
     leave_process_groups(world)
