@@ -417,6 +417,7 @@ def _replace_devices(kind: str, name: str, module: DeviceModule) -> None:
         return
     dist.ProcessGroupNCCL = _Nccl
     backend.torch = _WithCuda(module)
+    backend._in_triton = lambda _name: None  # its launches would read contents; tests of these kernels interpret them
 
 
 class _WithCuda:
