@@ -146,6 +146,7 @@ ELSEWHERE = {
     "_private": "ray",
     "_internal_kv_get": "ray",
     "_exit": "os",
+    "_getframe": "sys",
     "_lru_cache_wrapper": "functools",
 }
 """Private names of other libraries."""
