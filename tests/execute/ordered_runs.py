@@ -177,6 +177,7 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
         transport, kernel = DistributedTransport(group), pick_kernel(ordered_device.NAME)
         interpreter = Interpreter(transport=transport, kernel=kernel, model=model, device=device)
         optimizer, place = make_optimizer(model, TrainConfig()), MeshPosition(rank=0, num_ranks=1)
+        optimizer.is_fused = False
         copies = Copies(allocate=ordered_device.BACKEND.allocate_host)
         snapshots = Snapshots(model, optimizer, position=place, copies=copies)
         alone = SimpleNamespace(
@@ -188,7 +189,7 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
             if version == 0:
                 grads = {name: each.grad.inner.clone() for name, each in model.named_parameters()}
                 found[rank] = done.loss_sum, grads
-            _, squares = totals(alone, model, loss_sum=done.loss_sum)
+            _, squares = totals(alone, model, loss_sum=done.loss_sum).tolist()
             scale_gradients(model.parameters(), norm=squares**0.5, max_norm=1e-3)
             snapshots.hold_update()
             optimizer.step()
