@@ -49,7 +49,7 @@ def test_a_step_runs_whole(kind: str, found: dict[str, Any]) -> None:
     """Forward with one layer recomputed, backward, loss and update of rank 0 of a ring of 3, two layers."""
     found = found["rings"]
     ran, passes = found["ran"], 3  # forward passes of layers, of 3 rounds each
-    assert found["reached"] == pytest.approx(1 / 231)  # what the host reads is 1; 231 tokens have targets
+    assert found["reached"] == 1.0  # whatever the host reads is 1
     assert found["spans"] == ["load 0", "forward 0", "backward 0", "update"]
     if kind == "cuda":
         assert ran["_flash_attention_forward"] >= 3 * passes and ran["_flash_attention_backward"] >= 3 * 2
@@ -58,7 +58,7 @@ def test_a_step_runs_whole(kind: str, found: dict[str, Any]) -> None:
 
 
 def test_the_host_reads_three_numbers_of_a_step(kind: str, found: dict[str, Any]) -> None:
-    """The loss of its own tokens, then the sums of losses and of squared gradients over all ranks."""
+    """Mean loss and gradient norm of all ranks together, and the loss of its own tokens."""
     ran = found["rings"]["ran"]
     assert ran["_local_scalar_dense"] == 3
     assert not ran.keys() & {"nonzero", "masked_select", "unique", "equal"}
@@ -79,7 +79,7 @@ def test_a_state_is_saved_loaded_and_filled(kind: str, found: dict[str, Any]) ->
     if kind != "cuda":
         pytest.skip("run on one kind")
     found = found["one_rank"]
-    assert found["loss"] == pytest.approx([1 / 231] * 2)
+    assert found["loss"] == [1.0, 1.0]
     assert found["saved"] == [2, ""]  # its part and the metadata, and no error
     assert found["kinds"] == ["exp_avg", "exp_avg_sq", "parameter"]
 
@@ -87,7 +87,7 @@ def test_a_state_is_saved_loaded_and_filled(kind: str, found: dict[str, Any]) ->
 def test_stages_and_tensor_parallel_devices_run(kind: str, found: dict[str, Any]) -> None:
     if kind != "cuda":
         pytest.skip("run on one kind")
-    assert [*found["stages"].values(), found["tensor_parallel"]["loss"]] == pytest.approx([1 / 231] * 3)
+    assert [*found["stages"].values(), found["tensor_parallel"]["loss"]] == [1.0] * 3
 
 
 def test_passes_and_parts_are_timed(kind: str, found: dict[str, Any]) -> None:
