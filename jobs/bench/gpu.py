@@ -78,6 +78,7 @@ def main() -> int:
     if args.folder:
         _here(args)
         return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     results = Results(args.out, limit_s=args.limit_s)
     _run(_names(args), args, results)

@@ -77,7 +77,7 @@ class Engine:
         raise torch.OutOfMemoryError(TOLD)
 
     rehearse = run_step
-    recomputed_layers, position = 0, MeshPosition(rank=0, num_ranks=1)
+    recomputed_layers, keeps_attention, position = 0, True, MeshPosition(rank=0, num_ranks=1)
 
 
 def raised(num_stages: int, *, at: type | None) -> ConfigError:
