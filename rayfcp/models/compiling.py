@@ -81,13 +81,16 @@ def fault_of_compiled(
         backend_of(device).release_cached_memory()
     faults: list[tuple[float, str]] = []
     for what, own in want.items():
-        norm, by = float(own.norm()), float((found[what] - own).norm())
-        limit = TOLERANCE[DTYPES[dtype]] * norm + _NOISE_FACTOR * float((close[what] - own).norm())
+        norm, noise, by = (_norm(each) for each in (own, close[what] - own, found[what] - own))
+        limit = TOLERANCE[DTYPES[dtype]] * norm + _NOISE_FACTOR * noise
         if not by <= limit:  # nor if it is not a number
-            faults.append(
-                (by / norm, f"{what} differs by {by / norm:.2g} of its norm, by more than {limit / norm:.2g}")
-            )
+            share, most = (each / (norm or 1.0) for each in (by, limit))
+            faults.append((share, f"{what} differs by {share:.2g} of its norm, by more than {most:.2g}"))
     return f"of {name} compiled, the {max(faults)[1]}" if faults else None
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
 
 
 @torch.no_grad()
@@ -113,7 +116,7 @@ def _one_layer(config: PreTrainedConfig, *, dtype: str, device: torch.device) ->
 def _results(
     model: CausalLM, config: PreTrainedConfig, *, kernel: AttentionKernel, noise: float = 0.0
 ) -> dict[str, Tensor]:
-    """Output, and gradients of input and parameters, in fp64. `noise`: relative, added to the input."""
+    """Output, and gradients of input and parameters. `noise`: relative, added to the input."""
     text, parameter = text_of(config), next(model.parameters())
     generator = torch.Generator(parameter.device).manual_seed(1)
     drawn: dict[str, Any] = {"device": parameter.device, "generator": generator}
@@ -126,8 +129,8 @@ def _results(
     shape = PassShape(degree=1, lengths=_LENGTHS, layer_kinds=count_kinds(kinds_of_layers(text)))
     context = lone_context(shape, kernel=kernel)
     out = model(tokens if model.stage.is_first else hidden, positions, tokens, context)
-    model.zero_grad()
+    model.zero_grad()  # to None: what was returned before stays
     out.backward(torch.randn(out.shape, dtype=out.dtype, **drawn))
     gradients = {f"gradient of {name.removeprefix('model.')}": each.grad for name, each in model.named_parameters()}
     found = {"output": out.detach(), "gradient of the input": hidden.grad, **gradients}
-    return {what: each.double() for what, each in found.items() if each is not None}
+    return {what: each for what, each in found.items() if each is not None}
