@@ -392,7 +392,9 @@ class TrainConfig(Section):
         default="microbatch", description="when parameters are gathered: `step` keeps them in memory all through it"
     )
     threads_per_worker: Count = Field(default=1, description="CPU threads of one worker")
-    compile: bool = Field(default=False, description="torch.compile for what stands between attention")
+    compile: Literal["auto", True, False] = Field(
+        default="auto", description="torch.compile for what stands between attention; auto: on CUDA, if it agrees"
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="a loss or gradient that is not finite: end the run, or leave the update out"
     )
@@ -464,9 +466,9 @@ class Config(Section):
                 f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
                 "lower it or train longer"
             )
-        if train.compile and self.cluster.tensor_parallel > 1:
+        if train.compile is True and self.cluster.tensor_parallel > 1:
             raise ValueError(
-                f"train.compile is true, must be false with cluster.tensor_parallel above 1 "
+                f"train.compile is true, must be false or auto with cluster.tensor_parallel above 1 "
                 f"({self.cluster.tensor_parallel}); set one of them back"
             )
         if self.model.path is not None and self.data.tokenizer is None and self.data.processor is None:

@@ -19,7 +19,7 @@ from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.cost.stages import split_layers
 from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, pick_kernel
 from rayfcp.execute.parallel.transport import LoneTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
@@ -138,9 +138,7 @@ def _packed(
         placed = example.placed(model, start=sum(len(row) for row in rows))
         positions, rows = [*positions, example.positions(model.model)], [*rows, example.ids]
     shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), layer_kinds=layer_kinds)
-    (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=_RECOMPUTED_LAYERS))
-    (forward,) = (item for item in program.instructions if isinstance(item, Forward))
-    context = AttentionContext.of(forward, transport=LoneTransport(), kernel=pick_kernel("cpu"))
+    context = lone_context(shape, kernel=pick_kernel("cpu"), recomputed_layers=_RECOMPUTED_LAYERS)
     passed, targets = torch.cat(list(rows)), torch.cat([_shifted(row) for row in rows])
     axes = positions[-1].shape[:-1]
     where = torch.cat([each.expand(*axes, len(row)) for each, row in zip(positions, rows, strict=True)], dim=-1)
@@ -153,6 +151,13 @@ def _packed(
             f"{context.stats.pairs:.0f} pairs computed, {num_layers} layers have {num_layers * shape.num_pairs:.0f}"
         )
     return passed
+
+
+def lone_context(shape: PassShape, *, kernel: AttentionKernel, recomputed_layers: int = 0) -> AttentionContext:
+    """Attention of one device that holds the whole pass."""
+    (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=recomputed_layers))
+    (forward,) = (item for item in program.instructions if isinstance(item, Forward))
+    return AttentionContext.of(forward, transport=LoneTransport(), kernel=kernel)
 
 
 @torch.no_grad()

@@ -97,6 +97,10 @@ def refused(text: str) -> str:
             "plan.blocks.buffers is not a known key; did you mean plan.blocks.num_buffers?",
         ),
         ("train: {steps: 0}", "train.steps is 0, must be at least 1; raise it"),
+        (
+            "train: {compile: maybe}",
+            "train.compile is 'maybe', must be one of 'auto', True or False; write one of them",
+        ),
         ("train: {steps: 2.5}", "train.steps is 2.5, must be a whole number; write digits only"),
         ("train: {learning_rate: 0}", "train.learning_rate is 0, must be greater than 0; raise it"),
         ("train: {learning_rate: .inf}", "must be a finite number"),

@@ -35,7 +35,7 @@ Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 class Case:
     """`microbatches[m]` lists groups: (ranks, sequences), of several ranks all of `primitive`. `recomputed`: layers,
     with their attention unless that is kept (`keeps`); `reduce_every` as in the config. With `heads` above 1, groups
-    are rings of runs of that many ranks, numbered. `compiled`: norms and MLPs are, in processes."""
+    are rings of runs of that many ranks, numbered. `compiled`: layers of rank 0 are, in processes."""
 
     num_ranks: int
     lengths: tuple[int, ...]

@@ -97,7 +97,7 @@ def _run_all(rank: int, client: dist.Store, runs: Sequence[tuple[Case, str]]) ->
 def _run(case: Case, dtype: str, world: ProcessGroups) -> tuple[float, Gradients]:
     run = ModelConfig(dtype=dtype, architecture=ARCHITECTURE)
     model = sharded_model(library_config(dtype), run=run, seed=SEED, world=world)
-    if case.compiled:
+    if case.compiled and world.position.rank == 0:
         compile_parts(model, backend="aot_eager")
     interpreter = Interpreter(transport=DistributedTransport(world.attend), kernel=pick_kernel("cpu"), model=model)
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]

@@ -1,17 +1,26 @@
-"""Compiled parts give the losses and gradients of the model as it is, for several lengths, by one compilation."""
+"""Compiled parts give the losses and gradients of the model as it is, for several lengths, by one compilation; where
+they do not, they are not used."""
 
 import copy
 import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from rayfcp.config import Config, ConfigError
+from rayfcp.execute.devices.cpu import BACKEND
+from rayfcp.execute.devices.cuda import BACKEND as CUDA_BACKEND
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.models import compiling
 from rayfcp.models.build import compile_parts, random_model
 from rayfcp.models.causal_lm import CausalLM
 from tests.execute.cases import CASES, assert_same, expected
 from tests.execute.gloo import run_on_gloo
-from tests.models.helpers import NUM_LAYERS, context_of, library_config, loss_sum, rows_of
+from tests.models.helpers import NUM_LAYERS, architecture, context_of, library_config, loss_sum, rows_of
 
 
 def results(
@@ -46,7 +55,83 @@ def test_equal_for_any_lengths() -> None:
 
 
 def test_equal_in_sharded_processes() -> None:
-    """FSDP2's hooks stay: parameters are gathered before compiled parts run; so does attention that is kept."""
+    """FSDP2's hooks stay: parameters are gathered before compiled parts run; so does attention that is kept. One rank
+    of the two compiles nothing: messages are the same."""
     case = dataclasses.replace(CASES[1], compiled=True, recomputed=3, keeps=True)
     loss, gradients = run_on_gloo([(case, "float64")])[0]
     assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64")
+
+
+def chosen(choice: bool | str, backend: Any = None, *, tensor_parallel: int = 1) -> bool:
+    """What a run on the CPU makes of `train.compile`."""
+    config = Config(
+        data={"paths": ["stdlib"]},
+        model={"dtype": "float64", "architecture": architecture("qwen3")},
+        cluster={"num_workers": 2, "tensor_parallel": tensor_parallel},
+        train={"compile": choice},
+    )
+    return compiling.runs_compiled(
+        config, vocab_size=61, device=torch.device("cpu"), kernel=pick_kernel("cpu"), backend=backend
+    )
+
+
+def test_auto_compiles_on_devices_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, with tensor parallelism and with `false` nothing is compiled, not even to see whether it could be."""
+    asked: list[str] = []
+    monkeypatch.setattr(compiling, "fault_of_compiled", lambda *_, dtype, **__: asked.append(dtype))
+    assert CUDA_BACKEND.compiles
+    assert not chosen("auto") and not chosen(False) and not asked
+    assert chosen(True) and asked == ["float64"]
+    monkeypatch.setattr(BACKEND, "compiles", True)
+    assert not chosen(False) and not chosen("auto", tensor_parallel=2) and len(asked) == 1
+    assert chosen("auto") and len(asked) == 2
+
+
+Graph = Callable[..., Sequence[torch.Tensor]]
+
+
+def right(graph: Graph, _inputs: Any) -> Graph:
+    return graph
+
+
+def wrong_gradient(graph: Graph, _inputs: Any) -> Graph:
+    return lambda *given: [
+        each + 1e-6 * (each.detach() - each) if torch.is_tensor(each) else each for each in graph(*given)
+    ]
+
+
+def fails(_graph: Graph, _inputs: Any) -> Graph:
+    raise RuntimeError("no C++ compiler,\n install one")
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        (right, None),
+        (wrong_gradient, r"of layer 1 compiled, the gradient of .* differs by .*e-06 of its norm, by more than 1e-09"),
+        (fails, r"layer 1 cannot be compiled, BackendCompilerFailed: .*no C\+\+ compiler, install one.*"),
+    ],
+)
+def test_layers_that_differ_or_fail_are_not_compiled(
+    backend: Any, told: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` goes on without, `true` does not start."""
+    fault = compiling.fault_of_compiled(
+        library_config("qwen3"),
+        dtype="float64",
+        device=torch.device("cpu"),
+        kernel=pick_kernel("cpu"),
+        backend=backend,
+    )
+    assert fault is told is None or re.fullmatch(told or "", fault or "")
+    monkeypatch.setattr(BACKEND, "compiles", True)
+    monkeypatch.setattr(compiling, "fault_of_compiled", lambda *_, **__: fault)
+    assert chosen("auto") is (fault is None)
+    lines = [record.getMessage() for record in caplog.records if record.name == compiling.logger.name]
+    if fault is None:
+        assert not lines and chosen(True)
+        return
+    assert lines == [f"layers are not compiled: {fault}; set train.compile=false to silence this"]
+    with pytest.raises(ConfigError) as caught:
+        chosen(True)
+    assert str(caught.value) == f"train.compile is true, must be false here: {fault}; set train.compile=false"

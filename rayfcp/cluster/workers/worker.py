@@ -5,7 +5,6 @@ Driver and controller only name the class; its instances import torch and the mo
 
 import dataclasses
 import gc
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -67,13 +66,14 @@ class DeviceWorker:
         from rayfcp.execute.devices.backend import backend_of, resolve_device
         from rayfcp.execute.engine import RankEngine
         from rayfcp.execute.kernels import pick_kernel
+        from rayfcp.models.compiling import runs_compiled
 
         # First: it names missing libraries, and loads torch's extension for the device.
-        pick_kernel(self._config.cluster.device, sm_margin=self._config.cluster.communication_sms)
+        kernel = pick_kernel(self._config.cluster.device, sm_margin=self._config.cluster.communication_sms)
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
-        importlib.import_module("rayfcp.models.build")
+        self._compiled = runs_compiled(self._config, vocab_size=self._vocab_size, device=self._device, kernel=kernel)
         gc.collect()
         gc.freeze()  # imported modules: garbage collection is part of each recovery
         elastic = self._config.elastic
@@ -186,7 +186,7 @@ class DeviceWorker:
                 world=world,
                 layers_of_stage=cluster.layers_of_stage,
                 empty=empty,
-                compiled=self._config.train.compile,
+                compiled=self._compiled,
             ),
             hidden_size=text_of(library).hidden_size,
             layers_of_stage=cluster.layers_of_stage or (text_of(library).num_hidden_layers,),

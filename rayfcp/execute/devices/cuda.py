@@ -109,6 +109,8 @@ def _in_triton(name: str) -> Any | None:
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
 
+    compiles = True
+
     def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:
         if not torch.cuda.is_available():
             raise KernelUnavailableError(
