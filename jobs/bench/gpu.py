@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parents[2]))  # where rayfcp is, installed or not
 SECONDS = {
     "conformance": 15,
     "one_rank": 30,
-    "training": 190,
+    "training": 250,
     "attention": 150,
     "memory": 45,
     "profile": 80,

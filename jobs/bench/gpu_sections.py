@@ -166,7 +166,7 @@ def profile(bench: Bench) -> Found:
     """The device's own hardware profile, and how well it foretells passes that it was not fitted to."""
     found = {}
     for name in bench.sizes.models:
-        config = bench.config(name, run__name=name or "tiny")
+        config = bench.config(name, run__name=name or "tiny", train__compile="auto")
         with tempfile.TemporaryDirectory() as folder:
             done = profile_alone(
                 config, out_dir=folder, rounds=bench.sizes.rounds, max_tokens=bench.sizes.profile_tokens, log=bench.log

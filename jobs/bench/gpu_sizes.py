@@ -132,10 +132,14 @@ class Bench:
         return BenchRequest(**{**given, **changes})
 
     def config(self, model: str, **keys: Any) -> Config:
-        """A run of one rank of a model."""
+        """A run of one rank of a model; its layers are not compiled, as those that it is compared with."""
         words = [f"model.name={model}"] if model else [f"model.architecture.{each}" for each in self.sizes.shape]
         words += [f"model.dtype={self.sizes.dtype}", f"cluster.device={self.device.type}", "train.steps=1000"]
-        words += ["data.max_seqlen=8192", *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())]
+        words += [
+            "data.max_seqlen=8192",
+            "train.compile=false",
+            *(f"{key.replace('__', '.')}={value}" for key, value in keys.items()),
+        ]
         return config_of_keys(words)
 
     def documents(self, num_tokens: int) -> tuple[int, ...]:

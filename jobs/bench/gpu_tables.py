@@ -130,7 +130,9 @@ def _one_rank(section: dict[str, Any]) -> Iterator[str]:
 def _training(section: dict[str, Any]) -> Iterator[str]:
     rows = []
     for row in section.get("rows", ()):
-        runs = {"rayfcp": row.get("ours", {"left_out": row.get("left_out", "not reached")}), **row.get("plain", {})}
+        runs = {"rayfcp": row.get("ours", {"left_out": row.get("left_out", "not reached")})}
+        runs |= {"rayfcp, compiled": row["compiled"]} if "compiled" in row else {}
+        runs |= row.get("plain", {})
         for name, run in runs.items():
             if "step_s" in run:
                 figures = [_ms(run["step_s"]), run["tokens_per_s"], _percent(run["mfu"]), _gib(run["peak_bytes"])]

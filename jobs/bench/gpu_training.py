@@ -73,8 +73,8 @@ def baselines_of(device: torch.device) -> tuple[BaselineSystem, ...]:
 
 
 def compared(bench: Bench, name: str, *, keep: Callable[[Sequence[Found]], object]) -> list[Found]:
-    """A row for each number of tokens; first ours, then, when that has left the device, the library's. `keep` is called
-    with the rows whenever they have grown."""
+    """A row for each number of tokens; first ours, where the device compiles layers without and with that, then, when
+    that has left the device, the library's. `keep` is called with the rows whenever they have grown."""
     config, peak = bench.config(name), peak_of(bench.device, dtype=bench.sizes.dtype)
     library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
     model = profile_of(library, name=name or library.model_type)
@@ -89,10 +89,14 @@ def compared(bench: Bench, name: str, *, keep: Callable[[Sequence[Found]], objec
     every = [length for _, pack in packs for length in pack.lengths]
     setting = _Setting(bench=bench, config=config, library=library, model=model, peak=peak)
     ours = [partial(_ours, setting, row=row, pack=pack) for row, pack in packs]
-    made = partial(alone, config, device=bench.device, lengths=every)
-    for (row, _), found in zip(packs, attempts(made, ours, device=bench.device), strict=True):
-        row["ours"] = found
-        keep(rows)
+    kinds = {"ours": config}
+    if backend_of(bench.device).compiles:
+        kinds["compiled"] = bench.config(name, train__compile="auto")
+    for kind, each in kinds.items():
+        made = partial(alone, each, device=bench.device, lengths=every)
+        for (row, _), found in zip(packs, attempts(made, ours, device=bench.device), strict=True):
+            row[kind] = found
+            keep(rows)
     tokens_of = random_rows(every, vocab_size=model.vocab_size, seed=config.run.seed)
     cases = [
         (each, row, pack)

@@ -32,6 +32,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import sharded_model
+from rayfcp.models.compiling import runs_compiled
 from rayfcp.models.describe import check_limits, model_config, profile_of
 from rayfcp.models.library import text_of
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
@@ -104,7 +105,8 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
     for field, name in (("pipeline_stages",) * 2, ("tensor_parallel",) * 2, ("max_workers", "num_workers")):
         if (found := getattr(config.cluster, field)) > 1:
             raise ConfigError(f"cluster.{name} is {found}, must be 1 for one device alone; set cluster.{name}=1")
-    library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
+    vocab_size = tokenizer_of(config.data).vocab_size
+    library = model_config(config.model, vocab_size=vocab_size)
     check_limits(library, config)
     name = config.model.name or config.model.path or library.model_type
     model = profile_of(
@@ -114,6 +116,8 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
         keeps_attention=not config.train.recompute_attention,
     )
     torch.set_num_threads(config.train.threads_per_worker)
+    kernel = pick_kernel(device.type, sm_margin=config.cluster.communication_sms)
+    compiled = runs_compiled(config, vocab_size=vocab_size, device=device, kernel=kernel)
     with TemporaryDirectory() as folder:
         random_shards(Path(folder), lengths, vocab_size=model.vocab_size, seed=config.run.seed)
         engine = RankEngine(config, device=device, data_dir=str(Path(folder) / "shards"))
@@ -122,7 +126,7 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
             MeshPosition(rank=0, num_ranks=1),
             store=lambda: store,
             make_model=lambda world: sharded_model(
-                library, run=config.model, seed=config.run.seed, world=world, draw_on=device
+                library, run=config.model, seed=config.run.seed, world=world, draw_on=device, compiled=compiled
             ),
             hidden_size=text_of(library).hidden_size,
             layers_of_stage=(text_of(library).num_hidden_layers,),
