@@ -67,8 +67,6 @@ def test_plans_count_on_what_they_may_use(num_stages: int) -> None:
 class Engine:
     """Stand-in that runs out of memory after so many instructions."""
 
-    keeps_attention = True
-
     def __init__(self, num_done: int) -> None:
         self._num_done = num_done
 
