@@ -28,14 +28,14 @@ import torch.distributed as dist
 from rayfcp.bench.alone import random_shards
 from rayfcp.config import Config, config_of_keys
 from rayfcp.cost.fit import PassShape, pass_plan
-from rayfcp.cost.memory import loss_bytes, stage_state_bytes, token_bytes
+from rayfcp.cost.memory import ending_bytes, stage_state_parts, token_bytes
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import model_config
 from rayfcp.plan import model_profile
 from rayfcp.program import RankProgram, lower
-from rayfcp.values import GlobalBatch, ModelProfile, Sample
+from rayfcp.values import GlobalBatch, Sample
 from tests.execute.fake_accelerator import Accelerator, use
 
 GIB = 1 << 30
@@ -46,9 +46,9 @@ KINDS = (
     ("models/causal_lm.py", "_HeadLoss", "loss"),
     ("models/causal_lm.py", "_scaled", "loss"),
     ("execute/attention/", "", "attention"),
-    ("_fsdp_collectives.py", "foreach_reduce", "gradients"),
-    ("_fsdp_param.py", "FSDPParam.to_accumulated_grad", "gradients"),
-    ("_fully_shard/", "", "gathered parameters"),
+    ("_fsdp_param_group.py", "FSDPParamGroup.post_backward", "gradients"),
+    ("_fsdp_param_group.py", "FSDPParamGroup.unshard", "gathered parameters"),
+    ("_fsdp_param_group.py", "FSDPParamGroup.wait_for_unshard", "gathered parameters"),
     ("torch/optim/", "", "optimizer state"),
     ("execute/interpreter.py", "Passes.forward", "activations"),
 )
@@ -73,7 +73,8 @@ def kind_of(operator: Any) -> str:
 def program_of(arguments: argparse.Namespace) -> RankProgram:
     """Rank 0's program of one sequence a microbatch for each ring."""
     shape = PassShape(degree=arguments.degree, lengths=(arguments.tokens,))
-    one, sequences = pass_plan(shape, num_ranks=arguments.ranks, recomputed_layers=arguments.recomputed)
+    kept = {"recomputed_layers": arguments.recomputed, "keeps_attention": not arguments.recompute_attention}
+    one, sequences = pass_plan(shape, num_ranks=arguments.ranks, **kept)
     every = [dataclasses.replace(each, id=at) for at, each in enumerate(sequences * arguments.microbatches)]
     microbatches = []
     for first in range(0, len(every), len(sequences)):
@@ -95,9 +96,10 @@ def one_step(at: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         random_shards(Path(folder), [arguments.tokens], vocab_size=1000, seed=0)
         engine = RankEngine(config, device=at.device, data_dir=str(Path(folder) / "shards"))
-        _join(engine, config, num_ranks=arguments.ranks)
+        _join(engine, config, arguments)
         states = at.memory.num_bytes
         _steps(at, engine, program=program, num_tokens=arguments.tokens)
+        engine.close()
     return {
         "parameters": states,
         "peak": at.memory.peak,
@@ -105,14 +107,17 @@ def one_step(at: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _join(engine: RankEngine, config: Config, *, num_ranks: int) -> None:
-    library = model_config(config.model, vocab_size=1000)
+def _join(engine: RankEngine, config: Config, arguments: argparse.Namespace) -> None:
+    library: Any = model_config(config.model, vocab_size=1000)
+    if arguments.layers:
+        library.num_hidden_layers = arguments.layers
+        library.layer_types = library.layer_types[: arguments.layers]
 
     def make_model(world: Any) -> Any:
         return sharded_model(library, run=config.model, seed=0, world=world, empty=True)
 
     engine.join(
-        MeshPosition(rank=0, num_ranks=num_ranks),
+        MeshPosition(rank=0, num_ranks=arguments.ranks),
         store=dist.HashStore,
         make_model=make_model,
         hidden_size=library.hidden_size,
@@ -132,44 +137,44 @@ def _steps(at: Accelerator, engine: RankEngine, *, program: RankProgram, num_tok
         print(f"step {number}: {seconds:.0f} s, {at.memory.peak / GIB:.3f} GiB", file=sys.stderr)  # noqa: T201
 
 
-def modelled(model: ModelProfile, arguments: argparse.Namespace) -> dict[str, int]:
-    """Bytes by the memory model: in all, of states and gathered layers, of the loss, of tokens."""
-    fixed = stage_state_bytes(
-        model,
-        layers_of_stage=(model.num_layers,),
-        stage=0,
-        num_ranks=arguments.ranks,
-        bytes_per_element=2,
-        reduce_every=arguments.reduce_every,
-        gather_every="microbatch",
-    )
+def modelled(arguments: argparse.Namespace) -> dict[str, int]:
+    """Bytes by the memory model: in all, of each kind beside tokens, and of tokens."""
+    model = model_profile(arguments.model)
+    kept = not arguments.recompute_attention
+    model = dataclasses.replace(model, keeps_attention=kept, num_layers=arguments.layers or model.num_layers)
+    settings: dict[str, Any] = {"bytes_per_element": 2, "reduce_every": arguments.reduce_every}
+    whole = {"layers_of_stage": (model.num_layers,), "stage": 0, "num_ranks": arguments.ranks}
+    parts = stage_state_parts(model, **whole, gather_every="microbatch", **settings)
     tokens = -(-arguments.tokens // arguments.degree)
-    per_token = token_bytes(model, recomputed_layers=arguments.recomputed, bytes_per_element=2)
-    return {
-        "peak": fixed + tokens * per_token,
-        "fixed": fixed,
-        "loss": loss_bytes(model, bytes_per_element=2),
-        "tokens": tokens * per_token,
-    }
+    parts["tokens"] = tokens * token_bytes(model, recomputed_layers=arguments.recomputed, bytes_per_element=2)
+    least = ending_bytes(model, num_devices=arguments.ranks, **settings)
+    return {"peak": max(sum(parts.values()), least), **parts}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def figures(at: Accelerator, words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Counted and modelled bytes at the peak of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="default: all of the model")
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--degree", type=int, default=8)
     parser.add_argument("--recomputed", type=int, default=36, help="layers")
+    parser.add_argument("--recompute-attention", action="store_true")
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="step")
     arguments = parser.parse_args(words)
-    at = use("cuda")
     at.memory.label = kind_of
+    found = one_step(at, arguments)
+    want = modelled(arguments)
+    return {"found": found, "modelled": want, "modelled_over_found": want["peak"] / found["peak"]}
+
+
+def main() -> int:
+    at = use("cuda")
     with at.running():
-        found = one_step(at, arguments)
-    want = modelled(model_profile(arguments.model), arguments)
-    figures = {"found": found, "modelled": want, "modelled_over_found": want["peak"] / found["peak"]}
-    print(json.dumps(figures, indent=1))  # noqa: T201
+        found = figures(at)
+    print(json.dumps(found, indent=1))  # noqa: T201
     return 0
 
 

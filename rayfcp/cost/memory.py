@@ -56,12 +56,15 @@ def max_tokens_per_rank(
     per_token = token_bytes(
         model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element, by_heads=by_heads
     )
+    least_bytes = ending_bytes(
+        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+    )
     num_tokens = (memory_bytes - fixed_bytes) // per_token
-    if num_tokens < 1:
+    if num_tokens < 1 or memory_bytes < least_bytes:
         raise InfeasiblePlanError(
             f"memory per device is {memory_bytes / GIB:.3g} GiB, model {model.name} on {num_devices} devices needs "
-            f"{(fixed_bytes + per_token) / GIB:.3g} GiB for its states and one token; add devices or memory, "
-            "or set train.reduce_every=microbatch"
+            f"{max(fixed_bytes + per_token, least_bytes) / GIB:.3g} GiB for its states and one token; add devices or "
+            "memory, or set train.reduce_every=microbatch"
         )
     return num_tokens
 
@@ -96,20 +99,49 @@ def stage_state_bytes(
     reduce_every: Literal["microbatch", "step"],
     gather_every: Literal["microbatch", "step"],
 ) -> int:
-    """Bytes of a device of a stage that do not depend on tokens: states of its layers, sharded over `num_ranks`, and
-    the loss (`loss_bytes`) on the last stage; with a vision encoder also its states.
+    """Bytes of a device of a stage that do not depend on tokens: the sum of `stage_state_parts`."""
+    return sum(
+        stage_state_parts(
+            model,
+            layers_of_stage=layers_of_stage,
+            stage=stage,
+            num_ranks=num_ranks,
+            bytes_per_element=bytes_per_element,
+            reduce_every=reduce_every,
+            gather_every=gather_every,
+        ).values()
+    )
 
-    The embedding is on the first stage, the head on the last; tied, both have the matrix.
+
+def stage_state_parts(
+    model: ModelProfile,
+    *,
+    layers_of_stage: Sequence[int],
+    stage: int,
+    num_ranks: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"],
+) -> dict[str, int]:
+    """Bytes of a device of a stage beside tokens, by kind: states of its layers, sharded over `num_ranks`; what is
+    gathered; unreduced gradients; on the last stage the head's gradient; and what exists for a moment, a chunk of the
+    loss or one layer's gradients. With a vision encoder also its own.
+
+    The embedding is on the first stage, the head on the last; tied, both have the matrix. Gradients of both are summed
+    when the activations of a microbatch are gone (`ending_bytes`), but with stages beside those of other microbatches.
     """
     outer = outer_parameters(model, num_stages=len(layers_of_stage))[stage]
+    is_last = stage == len(layers_of_stage) - 1
     settings: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
-    settings |= {"reduce_every": reduce_every, "gather_every": gather_every}
+    settings |= {"reduce_every": reduce_every, "gather_every": gather_every, "staged": len(layers_of_stage) > 1}
+    head = bytes_per_element * model.vocab_size * model.hidden_size if is_last else 0
+    chunk = loss_bytes(model, bytes_per_element=bytes_per_element) - head if is_last else 0
     found = _states(layers_of_stage[stage], model.layer_parameters, outer=outer, frozen=False, **settings)
     if vision := model.vision:
         outer = vision.outer_parameters(model.hidden_size)
-        found += _states(vision.num_layers, vision.layer_parameters, outer=outer, frozen=vision.frozen, **settings)
-    is_last = stage == len(layers_of_stage) - 1
-    return found + (loss_bytes(model, bytes_per_element=bytes_per_element) if is_last else 0)
+        more = _states(vision.num_layers, vision.layer_parameters, outer=outer, frozen=vision.frozen, **settings)
+        found = {kind: size + more[kind] for kind, size in found.items()}
+    return found | {"head": head, "passing": max(found["passing"], chunk)}
 
 
 def _states(
@@ -122,15 +154,38 @@ def _states(
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
     gather_every: Literal["microbatch", "step"],
-) -> int:
-    """Sharded states of `layers` of `layer` parameters and `outer` beside them (`frozen`: fp32 weights alone); what is
-    gathered, two layers at a time or all through the step; unreduced fp32 gradients, of as much."""
-    whole, passing = layers * layer + outer, min(GATHERED_LAYERS, layers) * layer + outer
-    gathered = (whole if gather_every == "step" else passing) * bytes_per_element
+    staged: bool,
+) -> dict[str, int]:
+    """By kind, of `layers` of `layer` parameters and `outer` beside them (`frozen`: fp32 weights alone).
+
+    `sharded`: weights and moments, and gradients: of the microbatches before, or of the first layer that is reduced.
+    `gathered`: two layers at a time, or all through the step. `unreduced`: fp32 gradients of the whole model, where
+    they are summed once a step. `passing`: gradients of the layer that computes, and otherwise those of the one before
+    in fp32, which are being summed.
+    """
+    whole = layers * layer + outer
+    gathered = (whole if gather_every == "step" else min(GATHERED_LAYERS, layers) * layer + outer) * bytes_per_element
     if frozen:
-        return -(-FP32_BYTES * whole // num_ranks) + gathered
-    unreduced = whole if reduce_every == "step" else passing
-    return -(-STATE_BYTES * whole // num_ranks) + gathered + unreduced * FP32_BYTES
+        return {"sharded": -(-FP32_BYTES * whole // num_ranks), "gathered": gathered, "unreduced": 0, "passing": 0}
+    once = reduce_every == "step"
+    states = (STATE_BYTES - FP32_BYTES) * whole + FP32_BYTES * (layer if once else whole)
+    return {
+        "sharded": -(-states // num_ranks),
+        "gathered": gathered,
+        "unreduced": FP32_BYTES * (whole if once else staged * outer),
+        "passing": (bytes_per_element + (0 if once else FP32_BYTES)) * layer,
+    }
+
+
+def ending_bytes(
+    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
+) -> int:
+    """Bytes of a device of a single stage at the end of a backward pass, without activations: states, embedding and
+    head, their gradients, and the same in fp32 as they are summed."""
+    outer = outer_parameters(model, num_stages=1)[0]
+    whole = model.num_layers * model.layer_parameters + outer
+    gradients = bytes_per_element if reduce_every == "microbatch" else max(bytes_per_element, FP32_BYTES)
+    return -(-STATE_BYTES * whole // num_devices) + (bytes_per_element + gradients + FP32_BYTES) * outer
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
@@ -218,13 +273,13 @@ def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_elemen
     """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set. `by_heads`: on a rank that
     shares out heads with others.
 
-    A recomputed layer keeps its input (and its attention, `LayerBytes.kept`); while it is computed again one layer is
-    whole. The working set holds the gradients of the MLP's two inner activations and the ring's buffers. Any token of
-    a VLM may have features.
+    A recomputed layer keeps its input (and its attention, `LayerBytes.kept`). While it is computed again one layer is
+    whole, which adds to the peak only if all are recomputed: others, the last ones, are freed before. The working set
+    holds the gradients of the MLP's two inner activations and the ring's buffers. Any token of a VLM may have features.
     """
     each = layer_bytes(model, bytes_per_element=bytes_per_element)
     freed = recomputed_layers * each.freed(1, 1, later=0, by_heads=by_heads)
-    freed -= each.layer(1, 1) if recomputed_layers else 0
+    freed -= each.layer(1, 1) if recomputed_layers == model.num_layers else 0
     features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
     return model.num_layers * each.layer(1, 1) - freed + each.computing(1, 1) + features
 

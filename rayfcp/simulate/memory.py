@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, token_bytes
+from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes, token_bytes
 from rayfcp.program import Backward, Encode, Forward, HeadProgram, Instruction, RankProgram
 from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.simulate.machine import Machine
@@ -52,7 +52,13 @@ def memory_over_time(
         if by_range:
             found.append(_staged(passes, machine=machine, program=program, base_bytes=base_bytes))
         else:
-            found.append(_samples(passes, machine=machine, base_bytes=base_bytes))
+            ending = ending_bytes(
+                machine.model,
+                num_devices=machine.num_ranks,
+                bytes_per_element=machine.bytes_per_element,
+                reduce_every=reduce_every,
+            )
+            found.append(_samples(passes, machine=machine, base_bytes=base_bytes, ending=max(ending - base_bytes, 0)))
     return tuple(found)
 
 
@@ -66,9 +72,9 @@ def _passes(instructions: Sequence[Instruction], *, instants: Sequence[Instants]
             yield _Pass(item=item, start_s=start_s, stop_s=stop_s, encoder_s=last_s)
 
 
-def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> tuple[Sample, ...]:
-    """One stage. Activations of an encoder are freed at the end of its backward pass, its working memory at the end of
-    the encoding."""
+def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int, ending: int) -> tuple[Sample, ...]:
+    """One stage, which needs `ending` bytes more as gradients of embedding and head are summed. Activations of an
+    encoder are freed at the end of its backward pass, its working memory at the end of the encoding."""
     held: dict[int, int] = {}
     encoded: dict[int, int] = {}
     samples: list[Sample] = [(0.0, base_bytes)]
@@ -80,6 +86,8 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> t
         item = each.item
         if isinstance(item, Backward):
             held.pop(item.microbatch)
+            if item.reduce and ending:
+                sample(each.stop_s, ending)
             sample(each.stop_s)
             if encoded.pop(item.microbatch, 0):
                 sample(each.encoder_s)

@@ -352,6 +352,7 @@ class Accelerator:
 
 
 _LIBRARY = torch.library.Library("_", "IMPL")
+_ATEN = torch.library.Library("aten", "IMPL")
 
 
 def use(kind: str) -> Accelerator:
@@ -388,6 +389,8 @@ def _replace_torch(name: str, memory: Memory) -> None:
         return host_storage_address(storage) if storage.device.type == "cpu" else storage._cdata
 
     _LIBRARY.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    # One kernel on accelerators; torch would make it of many operators, each with a result of its own.
+    _ATEN.impl("silu_backward", torch.library.fallthrough_kernel, "AutogradPrivateUse1")
     host_address, host_storage_address = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
     make_generator = torch.Generator
     torch.Tensor.data_ptr = data_ptr

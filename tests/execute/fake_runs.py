@@ -245,9 +245,22 @@ def sections(at: Accelerator) -> Found:
     }
 
 
+def memory(at: Accelerator) -> Found:
+    """Bytes at the peak of a step, and the memory model's: of layers as wide as those of real runs, but two."""
+    sys.path.append(str(Path(__file__).parents[2] / "jobs" / "bench"))
+    bench, label = importlib.import_module("fake_memory"), at.memory.label
+    few = ["--layers", "2", "--tokens", "32768", "--degree", "2"]
+    rows = [
+        bench.figures(at, [*few, "--recomputed", again, *more.split()])
+        for again, more in (("2", "--reduce-every step"), ("1", "--reduce-every microbatch --microbatches 1"))
+    ]
+    at.memory.label = label
+    return {"rows": rows}
+
+
 PARTS: dict[str, Callable[[Accelerator], Found]] = {
     each.__name__: each
-    for each in (device, rings, one_rank, stages, tensor_parallel, calibration, conformance, sections)
+    for each in (device, rings, one_rank, stages, tensor_parallel, calibration, conformance, sections, memory)
 }
 
 

@@ -109,3 +109,18 @@ def test_sections_of_the_gpu_bench_run(kind: str, found: dict[str, Any]) -> None
     peaks = found["sections"]["peaks"]
     assert not found["sections"]["waits"]
     assert len(peaks) == 3 and peaks == sorted(peaks, reverse=True) and peaks[-1] > 0
+
+
+def test_the_memory_model_counts_what_lives(kind: str, found: dict[str, Any]) -> None:
+    """At the peak in a backward pass with all layers recomputed, and in the loss with half of them. The model is of
+    both moments: a chunk of logits too much in the first, what a layer computes with in the second."""
+    if kind != "cuda":
+        pytest.skip("run on one kind")
+    backward, loss = found["memory"]["rows"]
+    at_peak, model = backward["found"]["at_peak"], backward["modelled"]
+    for counted, modelled in (("gathered parameters", "gathered"), ("gradients", "unreduced"), ("loss", "head")):
+        assert at_peak[counted] == pytest.approx(model[modelled], rel=1e-3)
+    assert 1.0 <= backward["modelled_over_found"] <= 1.0 + 1.02 * model["passing"] / backward["found"]["peak"] + 0.03
+    model = loss["modelled"]
+    assert loss["found"]["at_peak"]["loss"] == pytest.approx(model["head"] + model["passing"], rel=0.06)
+    assert 1.0 <= loss["modelled_over_found"] <= 1.05

@@ -5,7 +5,7 @@ from rayfcp.cluster.planning.measured import BYTES
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, token_bytes
+from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes, token_bytes
 from rayfcp.program import Encode, Forward, RankProgram
 from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.values import ClusterSpec, ModelProfile
@@ -72,4 +72,5 @@ def predicted_bytes(program: RankProgram, *, config: Config, model: ModelProfile
             patches = sum(run.count * run.num_patches for run in item.images)
             kept, working = patch_bytes(own, bytes_per_element=size)
             held[item.microbatch] = held.get(item.microbatch, 0) + patches * (kept + working)
-    return fixed + max(held.values(), default=0)
+    least = ending_bytes(own, num_devices=cluster.num_ranks, bytes_per_element=size, reduce_every=train.reduce_every)
+    return max(fixed + max(held.values(), default=0), least)
