@@ -521,8 +521,8 @@ def test_a_stop_before_the_first_step_ends_without_a_checkpoint() -> None:
 
 
 def test_a_sequence_that_fits_nowhere_is_refused_before_workers_start() -> None:
-    """Four devices hold 15 tokens each beside the model's states, the longest sequence has 128."""
-    result = ran(cluster={"memory_gib_per_device": 16.75})
+    """Four devices hold 16 tokens each beside the model's states, the longest sequence has 128."""
+    result = ran(cluster={"memory_gib_per_device": 15.2})
     assert result.outcome.wrong_input and "128" in result.outcome.error, result.outcome
     assert not any("starting" in line for line in result.lines)
 

@@ -151,7 +151,7 @@ def test_the_method_is_ahead_of_its_ablations() -> None:
         check(plan, LONG, cost=cost)
         seconds[name] = plan.predicted_s
     none = PlanConfig(pipeline=PipelineOptions(recompute="none"))
-    with pytest.raises(InfeasiblePlanError, match=r"stage 3 has .* with 0 layers recomputed"):
+    with pytest.raises(InfeasiblePlanError, match=r"stage \d has .* with 0 layers recomputed"):
         plan_batch(LONG, cluster=cluster, cost=cost, strategy="elastic-pipeline", options=none)
     assert seconds["method"] == min(seconds.values())
     assert seconds["method"] < min(seconds["fixed"], seconds["full"])
