@@ -22,18 +22,16 @@ from gpu_plain import fitting_tokens, flops_of
 from gpu_sizes import Bench, Found
 from transformers import PreTrainedConfig
 
-from rayfcp.bench.alone import peak_of, random_shards
+from rayfcp.bench.alone import model_of, peak_of, random_shards
 from rayfcp.cluster.workers.environment import use_interface
 from rayfcp.cluster.workers.facts import LOOPBACK
 from rayfcp.config import Config
 from rayfcp.cost.fit import PassShape, pass_plan
-from rayfcp.data import tokenizer_of
 from rayfcp.execute.calibrate import time_parts
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import sharded_model
-from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.library import text_of
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
@@ -63,7 +61,12 @@ class Setting:
     def program(self, position: MeshPosition) -> RankProgram:
         """This rank's program of a step."""
         shape = PassShape(degree=position.num_ranks, lengths=(self.num_tokens,))
-        plan, sequences = pass_plan(shape, num_ranks=position.num_ranks, recomputed_layers=self.model.num_layers)
+        plan, sequences = pass_plan(
+            shape,
+            num_ranks=position.num_ranks,
+            recomputed_layers=self.model.num_layers,
+            keeps_attention=self.model.keeps_attention,
+        )
         return lower(plan, sequences)[position.rank]
 
 
@@ -255,8 +258,7 @@ def node_of(bench: Bench, folder: str) -> Iterator[tuple[Node, Setting]]:
     """A node with data, of as many tokens as one device fewer can hold, and a store at which its processes meet."""
     name, count = next(iter(bench.sizes.models)), bench.num_devices
     config = bench.config(name)
-    library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
-    model = profile_of(library, name=name or library.model_type)
+    library, model = model_of(config)
     memory = backend_of(bench.device).total_memory_bytes(bench.device)
     fit = fitting_tokens(model, memory_bytes=memory, recomputed_layers=model.num_layers, dtype=bench.sizes.dtype)
     tokens = min(count * bench.sizes.device_tokens, (count - 1) * max(fit, 1))

@@ -57,7 +57,8 @@ class Steps:
 def train_steps(rank: Alone, rows: Sequence[int], *, recomputed_layers: int, steps: int) -> Steps:
     """One step on these samples that is not timed, then `steps` that are; their median counts."""
     lengths = [rank.lengths[row] for row in rows]
-    program = one_microbatch(lengths, recomputed_layers=recomputed_layers)
+    kept = rank.model.keeps_attention
+    program = one_microbatch(lengths, recomputed_layers=recomputed_layers, keeps_attention=kept)
     clock, seconds, losses = device_clock(rank.engine.device), [], []
     forget_peak(rank.engine.device)
     for number in range(1, steps + 2):
@@ -73,10 +74,11 @@ def train_steps(rank: Alone, rows: Sequence[int], *, recomputed_layers: int, ste
     )
 
 
-def one_microbatch(lengths: Sequence[int], *, recomputed_layers: int) -> RankProgram:
+def one_microbatch(lengths: Sequence[int], *, recomputed_layers: int, keeps_attention: bool = False) -> RankProgram:
     """All sequences at once on one rank."""
     shape = PassShape(degree=1, lengths=tuple(lengths))
-    plan, sequences = pass_plan(shape, num_ranks=1, recomputed_layers=recomputed_layers)
+    kept = {"recomputed_layers": recomputed_layers, "keeps_attention": keeps_attention}
+    plan, sequences = pass_plan(shape, num_ranks=1, **kept)
     (program,) = lower(plan, sequences)
     return program
 

@@ -16,14 +16,12 @@ from gpu_plain import fitting_tokens, predicted_bytes, train_steps
 from gpu_sizes import LITTLE, Bench, Found, attempts
 from gpu_training import compared
 
-from rayfcp.bench.alone import Alone, alone, profile_alone
+from rayfcp.bench.alone import Alone, alone, model_of, profile_alone
 from rayfcp.bench.attention import bench_attention, dense, random_batch
 from rayfcp.bench.request import attention_only
 from rayfcp.bench.serial import Stopwatch
-from rayfcp.data import tokenizer_of
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.models.describe import model_config, profile_of
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -111,8 +109,7 @@ def memory(bench: Bench) -> Found:
     rows: list[Found] = []
     for name in bench.sizes.models:
         config = bench.config(name)
-        library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
-        model = profile_of(library, name=name or library.model_type)
+        _, model = model_of(config)
         works = []
         for layers in (0, model.num_layers // 2, model.num_layers):
             row: Found = {"model": model.name, "recomputed": layers, "num_tokens": _tokens(bench, model, layers)}

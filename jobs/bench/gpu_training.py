@@ -22,12 +22,10 @@ from gpu_plain import (
 from gpu_sizes import Bench, Found, attempts
 from transformers import PreTrainedConfig
 
-from rayfcp.bench.alone import Alone, alone, peak_of, random_rows
+from rayfcp.bench.alone import Alone, alone, model_of, peak_of, random_rows
 from rayfcp.config import Config
-from rayfcp.data import tokenizer_of
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.models.describe import model_config, profile_of
 from rayfcp.values import InfeasiblePlanError, ModelProfile
 
 SLOWER = 2.0
@@ -76,8 +74,7 @@ def compared(bench: Bench, name: str, *, keep: Callable[[Sequence[Found]], objec
     """A row for each number of tokens; first ours, where the device compiles layers without and with that, then, when
     that has left the device, the library's. `keep` is called with the rows whenever they have grown."""
     config, peak = bench.config(name), peak_of(bench.device, dtype=bench.sizes.dtype)
-    library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
-    model = profile_of(library, name=name or library.model_type)
+    library, model = model_of(config)
     rows, packs, at = [], [], 0
     for tokens in bench.sizes.tokens:
         rows.append(_row(bench, model, num_tokens=tokens))

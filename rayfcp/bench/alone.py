@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pyarrow import parquet
 from transformers import PreTrainedConfig
 
+from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.planning.costs import Log, Profiled, TimedRanks, profile_ranks
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
@@ -33,7 +34,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import sharded_model
 from rayfcp.models.compiling import runs_compiled
-from rayfcp.models.describe import check_limits, model_config, profile_of
+from rayfcp.models.describe import check_limits
 from rayfcp.models.library import text_of
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
 from rayfcp.values.devices import DEVICES
@@ -95,6 +96,16 @@ class Alone:
         return GlobalBatch(step=step, epoch=0, samples=samples)
 
 
+def model_of(config: Config) -> tuple[PreTrainedConfig, ModelProfile]:
+    """Configuration of the run's model by the library, and its profile, with the name that the run gives it.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    library, model = described_model(config, vocab_size=tokenizer_of(config.data).vocab_size)
+    return library, replace(model, name=config.model.name or model.name)
+
+
 @contextmanager
 def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)) -> Iterator[Alone]:
     """The run's model with first weights, drawn on the device, in a world of one, until the end of the `with` block.
@@ -105,19 +116,11 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
     for field, name in (("pipeline_stages",) * 2, ("tensor_parallel",) * 2, ("max_workers", "num_workers")):
         if (found := getattr(config.cluster, field)) > 1:
             raise ConfigError(f"cluster.{name} is {found}, must be 1 for one device alone; set cluster.{name}=1")
-    vocab_size = tokenizer_of(config.data).vocab_size
-    library = model_config(config.model, vocab_size=vocab_size)
+    library, model = model_of(config)
     check_limits(library, config)
-    name = config.model.name or config.model.path or library.model_type
-    model = profile_of(
-        library,
-        name=name,
-        freeze_vision=config.model.freeze_vision,
-        keeps_attention=not config.train.recompute_attention,
-    )
     torch.set_num_threads(config.train.threads_per_worker)
     kernel = pick_kernel(device.type, sm_margin=config.cluster.communication_sms)
-    compiled = runs_compiled(config, vocab_size=vocab_size, device=device, kernel=kernel)
+    compiled = runs_compiled(config, vocab_size=model.vocab_size, device=device, kernel=kernel)
     with TemporaryDirectory() as folder:
         random_shards(Path(folder), lengths, vocab_size=model.vocab_size, seed=config.run.seed)
         engine = RankEngine(config, device=device, data_dir=str(Path(folder) / "shards"))
