@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.cost.memory import LayerBytes
+from rayfcp.cost.memory import LayerBytes, token_bytes
 from rayfcp.cost.microbatches import StageBytes
 from rayfcp.plan.pipeline.kernels.recompute import pass_bytes
 from rayfcp.program.instructions import AttentionProgram, Backward, Forward, HeadProgram, Payload, RankProgram
-from rayfcp.values import LayerKind
+from rayfcp.values import LayerKind, ModelProfile
 from rayfcp.values.arrays import Ints
 
 
@@ -30,6 +30,17 @@ class Stage:
     layer: LayerBytes
     num_kv_heads: int
     kinds: tuple[LayerKind, ...] = ()
+
+
+def forward_bytes(item: Forward, model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes that a microbatch holds from its forward to the end of its backward pass, on a device of a single stage."""
+    each = token_bytes(
+        model,
+        recomputed_layers=item.recomputed_layers,
+        bytes_per_element=bytes_per_element,
+        by_heads=isinstance(item.attention, HeadProgram),
+    )
+    return item.attention.num_tokens * each
 
 
 def held_bytes(program: RankProgram, stage: Stage) -> tuple[Ints, Ints]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes, token_bytes
-from rayfcp.program import Backward, Encode, Forward, HeadProgram, Instruction, RankProgram
-from rayfcp.program.ledger import Stage, held_bytes
+from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes
+from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
+from rayfcp.program.ledger import Stage, forward_bytes, held_bytes
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.script import Instants
 from rayfcp.simulate.steady import ReplayOutcome
@@ -99,13 +99,7 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int, endi
             encoded[item.microbatch] = num_patches * kept
             sample(each.stop_s, num_patches * working)
         else:
-            size = token_bytes(
-                machine.model,
-                recomputed_layers=item.recomputed_layers,
-                bytes_per_element=machine.bytes_per_element,
-                by_heads=isinstance(item.attention, HeadProgram),
-            )
-            held[item.microbatch] = item.attention.num_tokens * size
+            held[item.microbatch] = forward_bytes(item, machine.model, bytes_per_element=machine.bytes_per_element)
         sample(each.stop_s)
     return tuple(samples)
 

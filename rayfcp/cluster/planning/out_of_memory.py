@@ -5,9 +5,9 @@ from rayfcp.cluster.planning.measured import BYTES
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes, token_bytes
+from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes
 from rayfcp.program import Encode, Forward, RankProgram
-from rayfcp.program.ledger import Stage, held_bytes
+from rayfcp.program.ledger import Stage, forward_bytes, held_bytes
 from rayfcp.values import ClusterSpec, ModelProfile
 
 
@@ -66,8 +66,7 @@ def predicted_bytes(program: RankProgram, *, config: Config, model: ModelProfile
     held: dict[int, int] = {}  # by microbatch: one at a time has activations
     for item in program.instructions:
         if isinstance(item, Forward):
-            each = token_bytes(own, recomputed_layers=item.recomputed_layers, bytes_per_element=size)
-            held[item.microbatch] = held.get(item.microbatch, 0) + item.attention.num_tokens * each
+            held[item.microbatch] = held.get(item.microbatch, 0) + forward_bytes(item, own, bytes_per_element=size)
         elif isinstance(item, Encode):
             patches = sum(run.count * run.num_patches for run in item.images)
             kept, working = patch_bytes(own, bytes_per_element=size)
