@@ -5,14 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
-from rayfcp.execute.devices.backend import backend_of, to_device
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.groups import ProcessGroups, swap
 from rayfcp.execute.parallel.sharding import StageModule, local_shard
 
@@ -175,7 +174,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
             local_shard(parameter.grad).mul_(max_norm / norm)
 
 
-def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: Tensor | float) -> Tensor:
+def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: Tensor) -> Tensor:
     """Sums of losses and of squared gradients over all devices; copies count once. The host does not wait for them.
 
     Before, gradients of parameters with copies are summed over these, and parameters that this batch did not use get
@@ -197,7 +196,5 @@ def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: Tensor | flo
         for parameter in module.parameters()
         if (position.tensor_rank == 0 or is_split(parameter)) and (position.stage == 0 or parameter is not shared)
     ]
-    own = loss_sum if position.tensor_rank == 0 else 0.0
-    if not isinstance(own, Tensor):
-        own = to_device(np.array(own), dtype=backend_of(groups.device).sum_dtype, device=groups.device)
+    own = loss_sum if position.tensor_rank == 0 else torch.zeros_like(loss_sum)
     return groups.sum(torch.stack([own, local_squares(counted).to(own)]))

@@ -105,8 +105,9 @@ def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
 def _best(device: str, sm_margin: int) -> AttentionKernel:
     backend = backend_of(device)
     kernel = next(backend.kernels(sm_margin=sm_margin))
-    merge = ", partial results merged by Triton" if backend.merge_kernel() else ""  # compiled before ranks wait for it
-    logger.info("attention on %s: %s%s", device, kernel.name, merge)
+    fused = {"merge": backend.merge_kernel(), "loss": backend.loss_kernel()}  # compiled before ranks wait for them
+    found = ", ".join(name for name, each in fused.items() if each)
+    logger.info("attention on %s: %s%s", device, kernel.name, found and f"; in Triton: {found}")
     return kernel
 
 
