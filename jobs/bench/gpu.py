@@ -45,14 +45,14 @@ sys.path.insert(0, str(HERE.parents[2]))  # where rayfcp is, installed or not
 SECONDS = {
     "conformance": 15,
     "one_rank": 30,
-    "training": 250,
+    "training": 400,
     "attention": 150,
     "memory": 45,
     "profile": 80,
     "copies": 70,
     "devices": 120,
 }
-"""Estimated, of an H100 with the default models; nothing of it has been measured."""
+"""With the default models: `training` from what an H200 needed before it was cut off (2026-11-26), others estimated."""
 OF_MODELS = ("one_rank", "training", "memory", "profile")
 """Sections that take as long again for each model."""
 NAMES = tuple(SECONDS)

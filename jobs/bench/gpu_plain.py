@@ -6,7 +6,7 @@ The same training with the transformers library alone: packed sequences, its own
 import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -54,11 +54,18 @@ class Steps:
         }
 
 
-def train_steps(rank: Alone, rows: Sequence[int], *, recomputed_layers: int, steps: int) -> Steps:
-    """One step on these samples that is not timed, then `steps` that are; their median counts."""
+def train_steps(
+    rank: Alone, rows: Sequence[int], *, recomputed_layers: int, steps: int, num_microbatches: int = 1
+) -> Steps:
+    """One step on these samples that is not timed, then `steps` that are; their median counts. The samples of each
+    microbatch must have the lengths of the first's, in the same order."""
     lengths = [rank.lengths[row] for row in rows]
-    kept = rank.model.keeps_attention
-    program = one_microbatch(lengths, recomputed_layers=recomputed_layers, keeps_attention=kept)
+    program = one_rank_program(
+        lengths[: len(lengths) // num_microbatches],
+        recomputed_layers=recomputed_layers,
+        keeps_attention=rank.model.keeps_attention,
+        num_microbatches=num_microbatches,
+    )
     clock, seconds, losses = device_clock(rank.engine.device), [], []
     forget_peak(rank.engine.device)
     for number in range(1, steps + 2):
@@ -74,12 +81,19 @@ def train_steps(rank: Alone, rows: Sequence[int], *, recomputed_layers: int, ste
     )
 
 
-def one_microbatch(lengths: Sequence[int], *, recomputed_layers: int, keeps_attention: bool = False) -> RankProgram:
-    """All sequences at once on one rank."""
+def one_rank_program(
+    lengths: Sequence[int], *, recomputed_layers: int, keeps_attention: bool = False, num_microbatches: int = 1
+) -> RankProgram:
+    """Microbatches of sequences of these lengths each, on one rank."""
     shape = PassShape(degree=1, lengths=tuple(lengths))
     kept = {"recomputed_layers": recomputed_layers, "keeps_attention": keeps_attention}
     plan, sequences = pass_plan(shape, num_ranks=1, **kept)
-    (program,) = lower(plan, sequences)
+    (microbatch,) = plan.microbatches
+    (group,) = microbatch.groups
+    ids = [tuple(number * len(sequences) + each for each in group.sequences) for number in range(num_microbatches)]
+    microbatches = tuple(replace(microbatch, groups=(replace(group, sequences=each),)) for each in ids)
+    repeated = tuple(replace(each, id=number) for number, each in enumerate(sequences * num_microbatches))
+    (program,) = lower(replace(plan, microbatches=microbatches), repeated)
     return program
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.gpu_plain import one_microbatch
+from jobs.bench.gpu_plain import one_rank_program
 from rayfcp.bench.alone import Alone, alone
 from rayfcp.config import Config
 from rayfcp.config.models import VISION_FAMILIES
@@ -38,7 +38,7 @@ def encoder_of(engine: RankEngine) -> dict[str, torch.Tensor]:
 def test_steps_without_images(family: str, freeze: bool, tmp_path: Path) -> None:
     """Trained parameters are updated equally often, frozen ones never, and their state is kept and comes back."""
     with seeing(family, freeze=freeze) as rank:
-        engine, program = rank.engine, one_microbatch(LENGTHS, recomputed_layers=0)
+        engine, program = rank.engine, one_rank_program(LENGTHS, recomputed_layers=0)
         first = encoder_of(engine)
         for step in (1, 2):
             report = engine.run_step(program, rank.batch(step, (0, 1)), plan_hash=program.plan_hash)

@@ -66,7 +66,11 @@ for kernel, given in ((merge._merge, constants), (loss._differentiate, {"width":
     kinds = {name: "constexpr" if name in given else tensors.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
     for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)):
-        assert compile(ASTSource(kernel, kinds, places), target=target).asm["cubin"]
+        found = compile(ASTSource(kernel, kinds, places), target=target).asm
+        assert found["cubin"]
+        if kernel is merge._merge:  # in place: lines are held by several warps, and read by all before one writes
+            reads, writes = (found["ptx"].split("st.global", 1)[0].rsplit("ld.global", 1)[1], found["ptx"])
+            assert "bar.sync" in reads and "st.global" in writes
 """
 
 

@@ -34,12 +34,14 @@ if triton is not None:
         new = tl.load(lse + source * lse_row + own * lse_head, mask=here, other=0.0)
         weight = 1.0 / (1.0 + tl.exp(old - new))
         total = tl.maximum(old, new) + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
-        tl.store(known_lse + target * known_lse_row + own * known_lse_head, total, mask=here)
         column = tl.arange(0, width)[None, :]
         inside = here[:, None] & (column < head_dim)
         place = (target * known_row + own * known_head)[:, None] + column
         known = tl.load(known_out + place, mask=inside, other=0.0)
         part = tl.load(out + (source * row + own * head)[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+        # Several threads hold the same line, or element of a small tile: all must have read before one writes.
+        tl.debug_barrier()
+        tl.store(known_lse + target * known_lse_row + own * known_lse_head, total, mask=here)
         tl.store(known_out + place, known + weight[:, None] * (part - known), mask=inside)
 
 
