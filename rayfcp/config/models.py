@@ -237,7 +237,7 @@ class ElasticConfig(Section):
     snapshot_every_steps: int = Field(
         default=1, ge=0, description="steps from one copy of all shards on other nodes to the next; 0: none"
     )
-    snapshot_chunk_mib: Count = Field(default=32, description="of a copy that travels at once")
+    snapshot_dir: str = Field(default="/dev/shm", description="of nodes, on a tmpfs: copies of the state live there")
     min_workers: Count | None = Field(
         default=None, description="devices to go on with; the least of num_workers' range, or of one rank, if absent"
     )

@@ -1,89 +1,99 @@
-"""State that survives losses: snapshots that are stored, steps that they permit, and the newest complete state."""
+"""State that survives losses: which copies are complete, steps that they permit, and the newest complete state."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayfcp.values import ShardHeader, StateId
+from rayfcp.values import KeptStates, ShardHeader, StateId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSnapshots:
-    """States that the snapshot stores reported for each device of a generation; immutable, `after` returns the next
-    value.
+class CopiedStates:
+    """States of a generation with complete copies; immutable, each method returns the next value.
 
-    The generation starts from version `first`, of which it takes a snapshot, and of every version that is a multiple of
-    `every` (0: of none at all). `safe`: the newest state stored for all devices of its generation; that of an earlier
-    generation, whose copies live on, until this one has one. `stored`: for each device the reported states, those older
-    than `safe` left out.
+    The generation starts from version `first`. `here`: the newest state that every device has copied to its node's
+    memory. `away`: the newest one of which each node's copies are on another node too; that of an earlier generation,
+    whose copies live on, until this one has one. `under_way`: the state whose copies are being sent. `copied`: for each
+    device the reported states, those older than `here` left out.
     """
 
     generation: int
     first: int
-    every: int
-    safe: StateId | None = None
-    stored: Mapping[str, frozenset[StateId]] = field(default_factory=dict)
+    here: StateId | None = None
+    away: StateId | None = None
+    under_way: StateId | None = None
+    copied: Mapping[str, frozenset[StateId]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, devices: Iterable[str], *, generation: int, first: int, every: int) -> "StoredSnapshots":
-        """Return a generation of which nothing is stored yet."""
-        return cls(generation=generation, first=first, every=every, stored=dict.fromkeys(devices, frozenset()))
+    def start(cls, devices: Iterable[str], *, generation: int, first: int) -> "CopiedStates":
+        """Return a generation of which nothing is copied yet."""
+        return cls(generation=generation, first=first, copied=dict.fromkeys(devices, frozenset()))
 
-    def again(self, devices: Iterable[str], *, generation: int, first: int) -> "StoredSnapshots":
-        """Return a new generation, from version `first`. A safe state of later steps was lost with them."""
-        begun = StoredSnapshots.start(devices, generation=generation, first=first, every=self.every)
-        return replace(begun, safe=self.safe if self.safe is not None and self.safe.version <= first else None)
+    def again(self, devices: Iterable[str], *, generation: int, first: int) -> "CopiedStates":
+        """Return a new generation, from version `first`. States of later steps were lost with them."""
+        begun = CopiedStates.start(devices, generation=generation, first=first)
+        left = [each for each in (self.here, self.away) if each is not None and each.version <= first]
+        return replace(begun, here=max(left, default=None), away=self.away if self.away in left else None)
 
-    def after(self, reports: Mapping[str, StateId | None]) -> "StoredSnapshots":
-        """Add states that devices reported as stored. A state that one device skipped is not safe, however new its
+    def after(self, reports: Mapping[str, StateId | None]) -> "CopiedStates":
+        """Add states that devices reported as copied. A state that one device skipped is not complete, however new its
         others are; states of other generations and devices are ignored."""
-        stored = {
+        copied = {
             device: states | {state}
             if (state := reports.get(device)) is not None and state.generation == self.generation
             else states
-            for device, states in self.stored.items()
+            for device, states in self.copied.items()
         }
-        complete = frozenset.intersection(*stored.values()) if stored else frozenset()
-        safe = max((state for state in (self.safe, *complete) if state is not None), default=None)
+        complete = frozenset.intersection(*copied.values()) if copied else frozenset()
+        here = max((state for state in (self.here, *complete) if state is not None), default=None)
         newer = {
-            device: frozenset(each for each in states if safe is None or each >= safe)
-            for device, states in stored.items()
+            device: frozenset(each for each in states if here is None or each >= here)
+            for device, states in copied.items()
         }
-        return replace(self, safe=safe, stored=newer)
+        return replace(self, here=here, copied=newer)
 
-    def due(self, version: int) -> bool:
-        """Return true if a snapshot is taken of this version."""
-        return self.every > 0 and version >= self.first and (version == self.first or version % self.every == 0)
+    def sending(self, state: StateId | None) -> "CopiedStates":
+        """Return the value while this state's copies are sent; None: sending failed."""
+        return replace(self, under_way=state)
 
-    def needed(self, step: int) -> StateId | None:
-        """Return the state that must be safe before `step` is dispatched, None if none: the newest snapshot of versions
-        up to `step` - 2. A loss then makes the run execute at most `every` finished steps again."""
-        if self.every == 0 or step - 2 < self.first:
+    def sent(self) -> "CopiedStates":
+        """Return the value after the copies under way have arrived."""
+        assert self.under_way is not None
+        newest = max(each for each in (self.away, self.under_way) if each is not None)
+        return replace(self, away=newest, under_way=None)
+
+    def without_away(self) -> "CopiedStates":
+        """Return the value after a node with copies of others is gone."""
+        return replace(self, away=None, under_way=None)
+
+    @property
+    def kept(self) -> KeptStates:
+        """States whose copies are needed."""
+        states = frozenset(each for each in (self.away, self.under_way) if each is not None)
+        return KeptStates(since=self.here, states=states) if self.here is not None else KeptStates()
+
+    def to_send(self, *, every: int) -> StateId | None:
+        """Return the state whose copies should be sent to other nodes now, if any."""
+        here, away = self.here, self.away
+        if self.under_way is not None or here is None or here.generation != self.generation:
             return None
-        version = max(self.first, (step - 2) // self.every * self.every)
-        return StateId(version=version, generation=self.generation)
+        is_due = away is None or away.generation != self.generation or here.version - away.version >= every
+        return here if is_due else None
 
-    def may_dispatch(self, step: int) -> bool:
-        """Return true if the state that `step` needs is safe."""
-        needed = self.needed(step)
-        return needed is None or (self.safe is not None and self.safe >= needed)
-
-    def without_copies(self, devices: Collection[str]) -> "StoredSnapshots":
-        """Return the value after the snapshot store of these devices is gone: its states have to be stored anew."""
-        gone: dict[str, frozenset[StateId]] = dict.fromkeys(self.stored.keys() & devices, frozenset())
-        mine = self.safe is not None and self.safe.generation == self.generation
-        return replace(self, stored={**self.stored, **gone}, safe=None if mine and gone else self.safe)
+    def may_dispatch(self, step: int, *, every: int) -> bool:
+        """Return true if at most `every` finished steps have to run again if a node is lost during `step`."""
+        oldest = step - 1 - every
+        return oldest < self.first or (self.away is not None and self.away.version >= oldest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCopy:
-    """A complete copy of a shard, and the worker or snapshot store with it: `holder.pieces.remote(state, number,
-    wanted=...)` gives parts of it."""
+    """A copy of a shard in the memory of node `node_id`, and a worker or snapshot store there:
+    `holder.pieces.remote(state, number, wanted=...)` gives parts of it."""
 
     header: ShardHeader
     holder: Any
-    holder_id: str
-    is_store: bool = False
+    node_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +107,16 @@ class RecoverableState:
     generation: int = -1
 
 
-def newest(held: Sequence[ShardCopy], *, up_to: int) -> RecoverableState:
-    """The newest state of at most `up_to` steps of which each number 0 .. num_devices - 1 has a copy somewhere, at
-    workers rather than snapshot stores. Copies of different states never mix; a state whose copies do not agree on
+def newest(
+    held: Sequence[ShardCopy], *, up_to: int, belongs: Callable[[StateId], bool] = lambda _: True
+) -> RecoverableState:
+    """The newest state of at most `up_to` steps that `belongs` to the run and of which each number 0 ..
+    num_devices - 1 has a copy somewhere. Copies of different states never mix; a state whose copies do not agree on
     `num_devices` is none."""
     generation = max((each.header.state.generation for each in held), default=-1)
     by_state: dict[StateId, list[ShardCopy]] = {}
-    for each in sorted(held, key=lambda each: each.is_store):
-        if each.header.state.version <= up_to:
+    for each in held:
+        if each.header.state.version <= up_to and belongs(each.header.state):
             by_state.setdefault(each.header.state, []).append(each)
     lacks: list[str] = []
     for state, copies in sorted(by_state.items(), reverse=True):
@@ -114,9 +126,9 @@ def newest(held: Sequence[ShardCopy], *, up_to: int) -> RecoverableState:
             lacks.append(f"{name} {lack}")
             continue
         first = {each.header.number: each for each in reversed(copies)}
-        count, only_stored = len(first), sum(each.is_store for each in first.values())
+        count, nodes = len(first), len({each.node_id for each in first.values()})
         return RecoverableState(
-            reason=f"{name} has all {count} shards in memory, {only_stored} of them only at snapshot stores"
+            reason=f"{name} has all {count} shards in the memory of {nodes} node{'s' if nodes > 1 else ''}"
             + "".join(f"; {lack}" for lack in lacks),
             state=state,
             copies=tuple(first[number] for number in range(count)),

@@ -25,12 +25,12 @@ from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathere
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
 from rayfcp.execute.reports import Beat, DeviceReport, Joined, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
 from rayfcp.execute.vision import ImageSource, VisionLoader
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, Span, SpanKind
-from rayfcp.values.state import ShardHeader, StateId
+from rayfcp.values.state import ALL_STATES, KeptStates, StateId
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +45,23 @@ class Generation:
     optimizer: LocalAdamW
     wait: HostWait
     writer: CheckpointWriter
-    snapshots: Snapshots
+    snapshots: Snapshots | None
     interpreter: Interpreter
 
 
 class RankEngine:
-    """The model's shard, its optimizer and the process groups of one device."""
+    """The model's shard, its optimizer and the process groups of one device. `copies`: where copies of its state are
+    made; None if none are."""
 
-    def __init__(self, config: Config, *, device: torch.device, data_dir: str) -> None:
+    def __init__(
+        self, config: Config, *, device: torch.device, data_dir: str, copies: CopyFolder | None = None
+    ) -> None:
         self._config, self.device, self._backend = config, device, backend_of(device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.recomputed_layers = config.train.recompute_layers
         self.keeps_attention = not config.train.recompute_attention
         self.position = MeshPosition(rank=0, num_ranks=1)
-        self.copies = HeldCopies(allocate=self._backend.allocate_host)
+        self.copies = copies
         self._reader = TokenReader.open(data_dir)
         processor = config.data.processor
         self._vision = VisionLoader(self._reader, processor, device=device) if processor is not None else None
@@ -116,7 +119,9 @@ class RankEngine:
             optimizer=optimizer,
             wait=wait,
             writer=CheckpointWriter(groups.control),
-            snapshots=Snapshots(module, optimizer, position=position, copies=self.copies),
+            snapshots=Snapshots(module, optimizer, position=position, copies=self.copies)
+            if self.copies is not None
+            else None,
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
         return Joined(
@@ -182,14 +187,13 @@ class RankEngine:
         *,
         plan_hash: str,
         snapshot: StateId | None = None,
-        safe: StateId | None = None,
-        on_copy: Callable[[ShardHeader], object] = lambda _: None,
+        kept: KeptStates = ALL_STATES,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
     ) -> DeviceReport:
         """Forward, backward, reduction and update of one global batch.
 
-        `snapshot`: name of a copy of the state after it; `on_copy` is called with its header (see `settle`). `safe`:
-        older copies are not needed any more. `decoded`: images of the program; None: they are decoded here.
+        `snapshot`: name of a copy of the state after it, for which `copies` is needed. `kept`: states whose copies are
+        still needed. `decoded`: images of the program; None: they are decoded here.
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
@@ -204,11 +208,13 @@ class RankEngine:
             )
         start_s = time.perf_counter()
         with self._whole_step(f"step {batch.step}") as generation:
-            if safe is not None:
-                self.copies.drop_older(safe)
+            if self.copies is not None:
+                self.copies.drop(kept)
             self._progress.begin(batch.step)
             generation.optimizer.zero_grad(set_to_none=True)
-            generation.wait.seconds = generation.snapshots.seconds = 0.0
+            generation.wait.seconds = 0.0
+            if generation.snapshots is not None:
+                generation.snapshots.seconds = 0.0
             images: ImageSource | None = None
             broken: tuple[str, ...] = ()
             if self._vision is not None:
@@ -220,7 +226,7 @@ class RankEngine:
             # The host waits for the device in the update, and nowhere before.
             numbers, update_s = self._update(batch, done.loss_sum)
             if snapshot is not None:
-                on_copy(generation.snapshots.take(snapshot))
+                self._snapshots(generation).take(snapshot)
             return self._report(
                 batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
             )
@@ -254,7 +260,8 @@ class RankEngine:
             gather_s=done.gather_s,
             spans=(*done.spans, update),
             saved=generation.writer.finished(),
-            snapshot_s=generation.snapshots.seconds,
+            snapshot_s=generation.snapshots.seconds if generation.snapshots is not None else 0.0,
+            copied=generation.snapshots.copied if generation.snapshots is not None else None,
             message_s=done.wait_s,
             broken=broken,
         )
@@ -269,17 +276,24 @@ class RankEngine:
         rate = learning_rate(batch.step, train)
         for group in generation.optimizer.param_groups:
             group["lr"] = rate
-        generation.snapshots.hold_update()  # the last copy may still be reading what is updated
+        if generation.snapshots is not None:
+            generation.snapshots.hold_update()  # the last copy may still be reading what is updated
         loss, norm = update(generation.optimizer, sums, num_targets=batch.num_targets, max_norm=train.grad_clip)
         return (loss, norm, rate), clock.times(start, clock.mark())
 
-    def take_snapshot(self, state: StateId) -> ShardHeader:
-        """Copy the model's and optimizer's contents, between steps, as `state`."""
-        return self.generation.snapshots.take(state)
+    def take_snapshot(self, state: StateId) -> StateId | None:
+        """Copy the model's and optimizer's contents, between steps, as `state`. Return the newest state with a complete
+        copy: this one, unless there was no memory for it."""
+        snapshots = self._snapshots(self.generation)
+        snapshots.take(state)
+        snapshots.settle()
+        return snapshots.copied
 
-    def settle(self) -> None:
-        """Return once the last copy is in `copies`: at once on CPUs. Any thread may call it."""
-        self.generation.snapshots.settle()
+    @staticmethod
+    def _snapshots(generation: Generation) -> Snapshots:
+        if generation.snapshots is None:
+            raise RuntimeError("this engine was made without a folder for copies of its state")
+        return generation.snapshots
 
     def fill(self, sources: Sequence[Source]) -> None:
         """Set parameters and optimizer state from copies of one state; see `snapshots.fill`."""
@@ -328,7 +342,8 @@ class RankEngine:
         """Drop everything of the last generation, its memory and a write in progress included."""
         if self._generation is not None:
             self._generation.writer.abandon()
-            self._generation.snapshots.abandon()
+            if self._generation.snapshots is not None:
+                self._generation.snapshots.abandon()
             self._generation = None
         self._member.forget()
 

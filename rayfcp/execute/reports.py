@@ -120,8 +120,7 @@ class DeviceReport:
     host does not wait; `message_s` is measured on their streams. `gather_s[m]`: seconds of gathers and reductions in
     microbatch m, NaN on accelerators.
     `saved`: a checkpoint write that ended since the last report. `snapshot_s`: part of `step_s` spent waiting for
-    copies of the state. `kept`: newest state of which a snapshot store has this device's copy; `push_s`:
-    seconds of the last push. `store_lost`: the store accepts no more.
+    copies of the state. `copied`: newest state of which this device's copy is complete in its node's memory.
     `broken`: images of this device that could not be decoded, with the reasons.
     """
 
@@ -141,9 +140,7 @@ class DeviceReport:
     saved: SavedPart | None
     message_s: float = math.nan
     snapshot_s: float = 0.0
-    kept: StateId | None = None
-    push_s: float = 0.0
-    store_lost: bool = False
+    copied: StateId | None = None
     broken: tuple[str, ...] = ()
 
 

@@ -23,7 +23,7 @@ from rayfcp.values.plan import (
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import Imbalance, Span, SpanKind, StepReport
 from rayfcp.values.sequence import Images, SequenceSpec
-from rayfcp.values.state import ShardHeader, StateId
+from rayfcp.values.state import KeptStates, ShardHeader, StateId
 
 __all__ = [
     "FULL",
@@ -40,6 +40,7 @@ __all__ = [
     "Images",
     "Imbalance",
     "InfeasiblePlanError",
+    "KeptStates",
     "LayerKind",
     "LayerKinds",
     "Layout",

@@ -14,6 +14,20 @@ class StateId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStates:
+    """States whose copies are needed: those in `states`, and all from `since` on; with `since` None all."""
+
+    since: StateId | None = None
+    states: frozenset[StateId] = frozenset()
+
+    def __contains__(self, state: StateId) -> bool:
+        return self.since is None or state >= self.since or state in self.states
+
+
+ALL_STATES = KeptStates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """A part of a tensor: `[offsets[i], offsets[i] + sizes[i])` in each dimension. No dimension: a whole scalar."""
 

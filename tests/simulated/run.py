@@ -40,7 +40,7 @@ from tests.simulated.faults import Injector
 from tests.simulated.planners import SimulatedPlanner
 from tests.simulated.runtime import Hooks, SimulatedRuntime
 from tests.simulated.schedule import HARMLESS, SINGLE, Kind, Schedule
-from tests.simulated.stores import SimulatedStore
+from tests.simulated.stores import Memory, SimulatedStore
 from tests.simulated.workers import Behavior, Meetings, SimulatedWorker
 from tests.simulated.world import HEAD, Actor, Deferred, Process, ProcessKilledError, ViolationError, World
 
@@ -173,8 +173,10 @@ class SimulatedRun:
     def __init__(self, schedule: Schedule, folder: Path, *, keep_trace: bool = False, limit_s: float = LIMIT_S) -> None:
         self.schedule, self.folder = schedule, folder / "run"
         self._kept = folder / "kept"
+        self.memory = Memory(folder / "memory")
         limit_events = EVENTS * (20 + schedule.num_workers[1]) * (10 + schedule.num_steps)
         self.world = World(schedule.seed, limit_s=limit_s, limit_events=limit_events, keep_trace=keep_trace)
+        self.world.when_node_dies = lambda node: self.memory.lose(node.id)
         self.hooks = Hooks()
         self.config = _config(schedule, self.folder)
         self.samples_hash = states.SamplesHash(SAMPLER)
@@ -316,7 +318,7 @@ class SimulatedRun:
             self._violated(f"{len(self.world.reservations)} devices are reserved, {most} are needed at most")
         for actor in self.world.living("store"):
             if actor.instance is not None:
-                versions = {header.state.version for header in actor.instance.headers()}
+                versions = actor.instance._copies.versions()
                 if len(versions) > MOST_VERSIONS:
                     self._violated(f"{actor.process.label} keeps copies of versions {sorted(versions)}")
 
@@ -514,6 +516,7 @@ class SimulatedRun:
                 runtime,
                 meetings=self.meetings,
                 behavior=self.behavior,
+                memory=self.memory,
                 orphan_s=orphan_s,
                 worker_id=kwargs["worker_id"],
                 reservation=reservation,
@@ -525,9 +528,12 @@ class SimulatedRun:
                 self._violated(f"{living} live, plan.planner_actors is {self.config.plan.planner_actors}")
             return SimulatedPlanner(actor, plan_s=self.schedule.plan_s, on_plan=self._on_plan)
 
+        def store(actor: Actor, runtime: SimulatedRuntime, args: Any, kwargs: Any) -> SimulatedStore:
+            return SimulatedStore(actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s)
+
         return {
             Role.WORKER: worker,
-            Role.STORE: lambda actor, runtime, args, kwargs: SimulatedStore(actor, **kwargs),
+            Role.STORE: store,
             Role.PLANNER: planner,
             Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, args[0]),
         }

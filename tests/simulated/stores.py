@@ -1,22 +1,20 @@
-"""Snapshot stores of simulated runs, the way of copies to them, and the end of processes that nobody calls."""
+"""Snapshot stores of simulated runs, the memory of nodes, and the end of processes that nobody calls."""
 
+import errno
+import os
+import shutil
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from rayfcp.cluster.recovery.replication import SnapshotStore
-from rayfcp.cluster.runtime import NoAnswerError, TaskFailedError
-from rayfcp.cluster.workers.facts import Waited
-from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
+from rayfcp.cluster.recovery.store import Sent, SnapshotStore, StoreFacts
+from rayfcp.cluster.recovery.transfer import Peer, TransferError
+from rayfcp.execute.state.copies import COPY, CopyFolder, CopyGoneError, NewCopy
 from rayfcp.values import ShardHeader, StateId
-from tests.simulated.world import Actor, Deferred, Ref
+from tests.simulated.world import Actor, Deferred
 
-if TYPE_CHECKING:
-    from tests.simulated.workers import SimulatedWorker
-
-TRIES = 3
-"""Tries, equal to `rayfcp.cluster.recovery.replication.TRIES`."""
+PATIENCE_S = 10.0
+"""Time after which a store that is stopped counts as lost."""
 
 
 class Orphan:
@@ -41,141 +39,106 @@ class Orphan:
             self._world.at(self._orphan_s - quiet_s + 1e-3, self._look, self._process)
 
 
-class Push:
-    """Sends the newest copy to the snapshot store in two chunks; the real `Pusher` without a thread."""
+class Memory:
+    """Memory of the nodes: real folders, each outside of those of other nodes. `full`: nodes without room for more."""
 
-    def __init__(self, worker: "SimulatedWorker") -> None:
-        self._worker = worker
-        self._store: Any = None
-        self._newest: ShardHeader | None = None
-        self._drop: StateId | None = None
-        self._turn, self._busy = 0, False
-        self._waiting: list[tuple[StateId, Deferred]] = []
-        self.kept: StateId | None = None
-        self.is_lost = False
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.full: set[str] = set()
 
-    def use(self, store: Any) -> None:
-        self._store, self.kept, self.is_lost = store, None, False
-        self._turn += 1
-        self._next()
+    def open(self, actor: Actor) -> "SimulatedCopies":
+        """The folder as a process sees it, which leaves it when it dies."""
+        node = actor.process.node
+        copies = SimulatedCopies(self._root / node / "run" / node, is_full=lambda: node in self.full)
+        actor.process.when_dead.append(copies.close)
+        return copies
 
-    def forget(self) -> None:
-        self._newest, self.kept = None, None
-        self._turn += 1
+    def lose(self, node: str) -> None:
+        shutil.rmtree(self._root / node, ignore_errors=True)
 
-    def offer(self, header: ShardHeader, safe: StateId | None) -> None:
-        self._newest, self._drop = header, safe
-        self._next()
 
-    def wait_for(self, state: StateId, *, timeout_s: float) -> Deferred:
-        result = Deferred()
-        self._waiting.append((state, result))
-        self._worker.world.at(timeout_s, lambda: result.settle(Waited.LATE), self._worker.actor.process)
-        self._tell()
-        return result
+class SimulatedCopies(CopyFolder):
+    def __init__(self, path: Path, *, is_full: Callable[[], bool]) -> None:
+        super().__init__(path)
+        self._is_full = is_full
 
-    def _tell(self) -> None:
-        for state, result in self._waiting:
-            kept = self.kept
-            if kept is not None and kept.generation == state.generation and kept >= state:
-                result.settle(Waited.KEPT)
-            elif self.is_lost:
-                result.settle(Waited.LOST)
-        self._waiting = [each for each in self._waiting if not each[1].is_settled]
+    def begin(self, header: ShardHeader) -> NewCopy:
+        if self._is_full():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().begin(header)
 
-    def _next(self) -> None:
-        header = self._newest
-        if self._busy or self._store is None or self.is_lost or header is None or self.kept == header.state:
-            return
-        self._busy = True
-        self._send(self._store, header, self._turn, tries=TRIES)
-
-    def _send(self, store: Any, header: ShardHeader, turn: int, *, tries: int) -> None:
-        """Chunk by chunk, each when the one before was answered."""
-        copies = self._worker._copies
-        try:
-            half = max(1, (header.num_bytes + 1) // 2)
-            chunks = [
-                (offset, bytes(part), checksum)
-                for offset, part, checksum in copies.chunks(header.state, header.number, chunk_bytes=half)
-            ]
-        except CopyGoneError:
-            self._finish(header, turn, is_done=False)
-            return
-
-        def send(at: int) -> None:
-            offset, part, checksum = chunks[at] if chunks else (0, b"", 0)
-            data = np.frombuffer(part, np.uint8)
-            if at == 0:
-                ref = store.begin.remote(header, offset=offset, data=data, checksum=checksum, drop=self._drop)
-            else:
-                ref = store.write.remote(header.state, header.number, offset=offset, data=data, checksum=checksum)
-            self._when(ref, lambda: answered(ref, at))
-
-        def answered(ref: Ref, at: int) -> None:
-            error = ref.error
-            if isinstance(error, TaskFailedError) and tries > 1:
-                self._send(store, header, turn, tries=tries - 1)
-            elif error is not None:
-                self._finish(header, turn, is_done=False)
-            elif ref.value or at + 1 >= len(chunks):
-                self._finish(header, turn, is_done=bool(ref.value))
-            else:
-                self._later(lambda: send(at + 1))
-
-        self._later(lambda: send(0))
-
-    def _later(self, call: Callable[[], None]) -> None:
-        worker = self._worker
-        worker.world.at(worker.world.random.random() * worker._behavior.push_s, call, worker.actor.process)
-
-    def _when(self, ref: Ref, call: Callable[[], None]) -> None:
-        """Run `call` once, when there is an answer or the time is over."""
-        world, process = self._worker.world, self._worker.actor.process
-        called = False
-
-        def once() -> None:
-            nonlocal called
-            if not called:
-                called = True
-                call()
-
-        ref.listeners.append(lambda: world.at(0.0, once, process))
-
-        def late() -> None:
-            ref.settle(error=NoAnswerError("the store does not answer"))
-
-        world.at(30.0, late, process)
-
-    def _finish(self, header: ShardHeader, turn: int, *, is_done: bool) -> None:
-        self._busy = False
-        if turn == self._turn:
-            if is_done:
-                self.kept = header.state
-            elif self._newest is header:
-                self.kept, self.is_lost = None, True
-        self._tell()
-        self._next()
+    def versions(self) -> set[int]:
+        return {int(name.split("-")[0]) for name in self._names(COPY)}
 
 
 class SimulatedStore(SnapshotStore):
-    """The real store, but for its surroundings: node, process, orphan watch, signals."""
+    """The real store, but for its surroundings: node, process, orphan watch, signals, sockets."""
 
     CONCURRENT = frozenset(
-        ["open", "pid", "beat", "begin", "write", "headers", "pieces", "drop_copies", "watch", "kill"]
+        [
+            "open",
+            "pid",
+            "beat",
+            "headers",
+            "pieces",
+            "push",
+            "drop",
+            "drop_copies",
+            "remove_copies",
+            "watch",
+            "kill",
+        ]
     )
 
-    def __init__(self, actor: Actor, *, orphan_s: float) -> None:
-        self._copies = HeldCopies()
-        self._actor = actor
+    def __init__(self, actor: Actor, *, memory: Memory, orphan_s: float, push_s: float) -> None:
+        self._actor, self._push_s = actor, push_s
         self._watch = Orphan(actor, orphan_s, end=lambda: actor.world.kill(actor.process, "orphan"))  # type: ignore[assignment]
         self._watched: set[int] = set()
+        peer = Peer(host="", port=actor.process.pid, token=b"")
+        self._opened = memory.open(actor), StoreFacts(node_id=actor.process.node, peer=peer)
 
     def on_call(self) -> None:
         self._watch.on_call()
 
-    def open(self) -> str:
-        return self._actor.process.node
+    def open(self) -> StoreFacts:
+        assert self._opened is not None
+        return self._opened[1]
+
+    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer, bytes_per_s: float | None) -> Any:
+        """One copy after the other arrives, each whole, after a while; fails if the target is dead, and after a longer
+        while if it is stopped."""
+        world, result, left = self._actor.world, Deferred(), list(numbers)
+        target = next(actor for actor in world.actors if actor.process.pid == to.port)
+
+        def fail(why: str) -> None:
+            result.settle(error=TransferError(why))
+
+        def send() -> None:
+            if not target.process.alive:
+                fail("connection refused")
+                return
+            if target.process.frozen:
+                world.at(PATIENCE_S, lambda: fail("timed out"), self._actor.process)
+                return
+            if not left:
+                result.settle(Sent(num_bytes=1, seconds=0.01))
+                return
+            try:
+                with self._copies.reading(state, left.pop(0)) as copy:
+                    if not target.instance._copies.has(state, copy.header.number):
+                        new = target.instance._copies.begin(copy.header)
+                        new.buffer[:] = copy.buffer
+                        new.publish()
+            except (CopyGoneError, OSError) as error:
+                fail(str(error))
+                return
+            later()
+
+        def later() -> None:
+            world.at(world.random.random() * self._push_s + 0.001, send, self._actor.process)
+
+        later()
+        return result
 
     def watch(self, pids: Sequence[int]) -> None:
         self._watched = set(pids)

@@ -10,7 +10,8 @@ CLUSTER = Path(__file__).resolve().parents[2] / "rayfcp" / "cluster"
 ACTORS = {
     "planning/decoders",
     "planning/planner",
-    "recovery/replication",
+    "recovery/store",
+    "recovery/transfer",
     "workers/environment",
     "workers/lifetime",
     "workers/worker",

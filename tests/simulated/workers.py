@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from rayfcp.execute.reports import (
     find_damage,
     sum_files,
 )
-from rayfcp.execute.state.copies import HeldCopies, reading
-from rayfcp.values import GlobalBatch, ShardHeader, Span, SpanKind, StateId
-from rayfcp.values.state import Box
+from rayfcp.execute.state.copies import reading
+from rayfcp.values import GlobalBatch, KeptStates, ShardHeader, Span, SpanKind, StateId
+from rayfcp.values.state import ALL_STATES, Box
 from tests.simulated import state as states
 from tests.simulated.planners import Program
 from tests.simulated.runtime import SimulatedRuntime
-from tests.simulated.stores import Orphan, Push
+from tests.simulated.stores import Memory, Orphan, SimulatedCopies
 from tests.simulated.world import Actor, Deferred, World
 
 
@@ -121,9 +121,7 @@ class Meetings:
 class SimulatedWorker:
     """One device. Copies are held as by the real worker; the shard is a few integers instead of tensors."""
 
-    CONCURRENT = frozenset(
-        ["beat", "facts", "group", "abort", "use_store", "headers", "pieces", "await_kept", "drop_copies"]
-    )
+    CONCURRENT = frozenset(["beat", "facts", "group", "abort", "headers", "pieces", "drop_copies"])
     HEARD = frozenset()
 
     def __init__(
@@ -133,6 +131,7 @@ class SimulatedWorker:
         *,
         meetings: Meetings,
         behavior: Behavior,
+        memory: Memory,
         orphan_s: float,
         worker_id: str,
         reservation: Any,
@@ -147,8 +146,9 @@ class SimulatedWorker:
         self._pending: Deferred | None = None
         self._deadlocked = self._will_deadlock = self._in_step = False
         self._step, self._done, self._waits = -1, 0, False
-        self._copies = HeldCopies()
-        self._push = Push(self)
+        self._memory = memory
+        self._opened_copies: SimulatedCopies | None = None
+        self._copied: StateId | None = None
         self._saving: Deferred | None = None
         self._saved: SavedPart | None = None
         self._began_save = 0
@@ -178,21 +178,21 @@ class SimulatedWorker:
             pending, self._pending, self._in_step = self._pending, None, False
             self._later(lambda: pending.settle(error=CollectiveFailedError("aborted")))
 
-    def use_store(self, store: Any) -> None:
-        self._push.use(None if store is None else store.seen_by(self.actor.process))
-
     def headers(self) -> tuple[ShardHeader, ...]:
         return () if self._facts is None else self._copies.headers()
 
     def pieces(self, state: StateId, number: int, *, wanted: Any) -> list[Any]:
         return self._copies.pieces(state, number, wanted=wanted)
 
-    def await_kept(self, state: StateId, *, timeout_s: float) -> Deferred:
-        return self._push.wait_for(state, timeout_s=timeout_s)
+    def drop_copies(self, up_to: int) -> None:
+        if self._facts is not None:
+            self._copies.drop_generations(up_to)
 
-    def drop_copies(self) -> None:
-        self._push.forget()
-        self._copies.drop_all()
+    @property
+    def _copies(self) -> SimulatedCopies:
+        if self._opened_copies is None:
+            self._opened_copies = self._memory.open(self.actor)
+        return self._opened_copies
 
     # The main thread.
 
@@ -232,10 +232,9 @@ class SimulatedWorker:
         return self._meet("leave", left)
 
     def fill(self, sources: Sequence[ShardCopy]) -> Deferred:
-        """Fetch from this device's own copies first, then in the order given, one source after the other."""
+        """Fetch from copies on this node first, then in the order given, one source after the other."""
         assert self.generation is not None
-        ours = [each for each in sources if each.holder_id == self.id]
-        order = [*ours, *(each for each in sources if each.holder_id != self.id)]
+        order = sorted(sources, key=lambda each: each.node_id != self.actor.process.node)
         start, stop = self._interval(self.generation)
         order = [each for each in order if _overlaps(each, start, stop)]
         found, left = np.zeros(stop - start, np.uint64), [(start, stop)]
@@ -278,8 +277,9 @@ class SimulatedWorker:
     def time_passes(self, shapes: Any) -> Deferred:
         return self._meet(f"time {self._done}", list)
 
-    def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
-        self._copy(state, safe)
+    def take_snapshot(self, state: StateId) -> StateId | None:
+        self._copy(state)
+        return self._copied
 
     def step(
         self,
@@ -288,11 +288,12 @@ class SimulatedWorker:
         *,
         plan_hash: str,
         snapshot: StateId | None = None,
-        safe: StateId | None = None,
+        kept: KeptStates = ALL_STATES,
         pixels: Sequence[Any] = (),
     ) -> Deferred:
         generation = self._checked(program, plan_hash)
         assert self.shard is not None
+        self._copies.drop(kept)
         self._behavior.on_step(batch.step)
         self._step, self._done, self._waits = batch.step, 0, False
         self._in_step, self._deadlocked = True, self._will_deadlock
@@ -324,10 +325,9 @@ class SimulatedWorker:
                 return
             report = self._updated(batch, total=generation.totals[key], began_s=began_s, own_s=usual_s)
             if snapshot is not None:
-                self._copies.drop_older(safe) if safe is not None else None
-                self._copy(snapshot, safe)
+                self._copy(snapshot)
             self._waits = False
-            self._later(lambda: self._end(result, self._with_copies(report)), 0.01)
+            self._later(lambda: self._end(result, replace(report, copied=self._copied)), 0.01)
 
         self._later(reduce, usual_s)
         return result
@@ -455,12 +455,11 @@ class SimulatedWorker:
         return rest
 
     def _read(self, source: ShardCopy, box: Box) -> Any:
-        copies, holder = self._copies, source.holder.actor
-        if source.holder_id != self.id:
+        header, holder, copies = source.header, source.holder.actor, self._copies
+        if source.node_id != self.actor.process.node or not copies.has(header.state, header.number):
             if not holder.process.alive or holder.process.frozen or holder.instance is None:
                 raise CallError(f"{holder.process.label} does not give its copy")
             copies = holder.instance
-        header = source.header
         with reading(header):
             return copies.pieces(header.state, header.number, wanted=[(states.NAME, states.KIND, box)])[0]
 
@@ -497,13 +496,7 @@ class SimulatedWorker:
             saved=saved,
         )
 
-    def _with_copies(self, report: DeviceReport) -> DeviceReport:
-        from dataclasses import replace
-
-        push = self._push
-        return replace(report, kept=push.kept, push_s=0.01, store_lost=push.is_lost)
-
-    def _copy(self, state: StateId, safe: StateId | None) -> None:
+    def _copy(self, state: StateId) -> None:
         assert self.shard is not None and self.generation is not None
         header = states.header_of(
             state,
@@ -512,10 +505,13 @@ class SimulatedWorker:
             size=self._behavior.size,
             version=self.version,
         )
-        self._copies.put(header, np.frombuffer(self.shard.tobytes(), np.uint8))
-        if safe is not None:
-            self._copies.drop_older(safe)
-        self._push.offer(header, safe)
+        try:
+            new = self._copies.begin(header)
+        except OSError:
+            return
+        new.buffer[:] = np.frombuffer(self.shard.tobytes(), np.uint8)
+        new.publish()
+        self._copied = state
 
     def _orphaned(self) -> None:
         self.world.kill(self.actor.process, "orphan")

@@ -107,7 +107,6 @@ class TrainingLoop:
 
     def _finish(self, version: int) -> Finished:
         stepper, journal = self._stepper, self._journal
-        stepper.commit()
         journal.metrics.enter(RunState.SAVING)
         cost = stepper.refit.cost
         if stepper.refit.num_steps:
@@ -131,7 +130,7 @@ class TrainingLoop:
         decision = self._state.decide()
         self._journal.metrics.set_standing_by(len(self._state.worker_group.standby))
         if not decision.devices:
-            if self._stepper.is_safe:
+            if self._stepper.replication.is_safe:
                 self._state.end_draining_standbys()
             for node in self._state.newly_draining():
                 self._log(f"node {node} is draining and nothing can replace it: {decision.reason}; saving")
@@ -139,9 +138,8 @@ class TrainingLoop:
             return version
         self._log(decision.reason)
         before, since_s = len(self._state.ids), self._runtime.now_s()
-        self._stepper.commit()
         self._saver.finish()
-        self._stepper.copy_state(version)
+        self._stepper.replication.copy_now(version)
         cluster = self._state.spec(decision)
         self._stepper.plan_for(cluster, decision.devices, version=version)
         self._state.worker_group.call(lambda _, worker: worker.leave.remote())

@@ -1,4 +1,4 @@
-"""Steps of a generation: dispatched, watched while they run, written down while the next one runs."""
+"""Steps of a generation: dispatched, watched while they run, written down."""
 
 import dataclasses
 import json
@@ -12,17 +12,17 @@ from rayfcp.cluster.controller.observing import observations, rank_seconds
 from rayfcp.cluster.controller.reporting import Journal, step_report
 from rayfcp.cluster.planning.measured import ranks_per_node
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
+from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.workers.cluster_state import ClusterState
-from rayfcp.cluster.workers.facts import RunAbortedError, Waited
+from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import Config
 from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import StepTimes
-from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.elastic.stragglers import Speeds
 from rayfcp.execute.reports import DeviceReport, Joined
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.values import ClusterSpec, GlobalBatch, StateId, StepReport
+from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ RECORD = "nonfinite.jsonl"
 
 
 class Stepper:
-    """Runs step after step of the current generation; tracks which steps are finished and which states are stored.
+    """Runs step after step of the current generation; tracks which steps are finished and which states are copied.
 
     Args:
         cost: cost model of the first plans.
@@ -58,13 +58,9 @@ class Stepper:
         self._speeds, self._log = Speeds(slow_ratio=config.elastic.slow_ratio), log
         self._peak_flops = 0.0
         self._times = StepTimes()
-        self._finished: tuple[PlannedStep, list[DeviceReport], StepReport] | None = None
-        """The last step that all devices finished, unless it is written down."""
-        self._stored = StoredSnapshots.start(
-            (), generation=-1, first=version, every=config.elastic.snapshot_every_steps
-        )
-        self._droppable: list[StateId] = []
-        """Safe states, oldest first, from the newest one on whose step is in the step log."""
+        self._finished: tuple[PlannedStep, list[DeviceReport]] | None = None
+        """The last step, until it is learned from."""
+        self.replication = Replication(config, cluster_state, version=version)
         self._again_to = 0
         """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
@@ -85,8 +81,7 @@ class Stepper:
         self.plans.start(version + 1, self._config.train.steps, cluster=self._with_speeds(cluster, ids), cost=cost)
 
     def begin(self, joined: Sequence[Joined], *, version: int) -> None:
-        """Start a generation that holds the state after `version` steps: snapshots go to stores from now on, and later
-        steps that were finished run again."""
+        """Start a generation that holds the state after `version` steps; later steps that were finished run again."""
         self._again_to = max(self._again_to, self.last_finished)
         metrics, worker_group = self.journal.metrics, self.cluster_state.worker_group
         metrics.set_standing_by(len(worker_group.standby))
@@ -95,12 +90,8 @@ class Stepper:
         metrics.set("process_group_seconds", seconds)
         self._speeds = self._speeds.only([member.id for member in worker_group.all])
         self.last_finished = version
-        self._droppable = []  # states of lost steps would drop the copies of this generation
-        number = self.cluster_state.cluster.generation
-        self._stored = self._stored.again(self.cluster_state.ids, generation=number, first=version)
-        self.cluster_state.assign_stores()
-        if self._stored.every:
-            self.cluster_state.take_snapshot(StateId(version=version, generation=number))
+        self._finished = None
+        self.replication.begin(version=version)
 
     def run(self, step: int) -> None:
         """Run one step on all devices, from its plan to their reports.
@@ -110,13 +101,12 @@ class Stepper:
         """
         began_s, cpu_s = self._runtime.now_s(), self._runtime.cpu_s()
         worker_group, waited_s = self.cluster_state.worker_group, self.cluster_state.worker_group.waited_s
-        self._wait_until_safe(step)
+        self.replication.await_safe(step)
         planned = self.plans.take()
         start_s = self._runtime.now_s()
         refs = self._dispatch(planned, step)
         self.plans.refill()
         self._learn()
-        self.commit()
         deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
         devices = worker_group.get(refs, deadline_s=deadline_s)
         step_s = self._runtime.now_s() - start_s
@@ -128,63 +118,36 @@ class Stepper:
             recovered=step <= self._again_to,
         )
         # Without images, which are large and not needed any more.
-        self._finished = dataclasses.replace(planned, pixels=()), devices, report
+        planned = dataclasses.replace(planned, pixels=())
+        self._finished = planned, devices
         self.last_finished = step
         self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
         self.cluster_state.on_step_finished()
-        self._on_stored(devices)
         self._guard.check(planned.batch, devices[0], metrics=self.journal.metrics)
+        # Before the next one, after which copies of this step's state may be dropped: a restarted controller cannot
+        # resume from a state whose step is not in the log.
+        self._commit(planned, devices, report)
+        self.replication.after_step(devices)
+        self.journal.metrics.set("snapshot_seconds", max(each.snapshot_s for each in devices))
         self.saver.after_step(step, ranks=devices)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 
-    @property
-    def is_safe(self) -> bool:
-        """True if a loss can be recovered from without copies of earlier generations."""
-        stored = self._stored
-        return stored.every == 0 or (stored.safe is not None and stored.safe.generation == stored.generation)
-
-    def commit(self) -> None:
-        """Write down the last finished step, once."""
-        finished, self._finished = self._finished, None
-        if finished is not None:
-            planned, devices, report = finished
-            self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
-            if self.journal.commit(report, devices, groups=planned.record.groups):
-                self._on_report(report)
+    def _commit(self, planned: PlannedStep, devices: list[DeviceReport], report: StepReport) -> None:
+        """Write down a finished step."""
+        self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
+        if self.journal.commit(report, devices, groups=planned.record.groups):
+            self._on_report(report)
 
     def broke(self, step: int) -> None:
         """Note that devices were lost while `step` was under way: it and finished steps that are lost run again."""
-        self.commit()
         self._again_to = step
         self._times = StepTimes()
-
-    def copy_state(self, version: int) -> None:
-        """Make all devices take a copy of the current state, after `version` steps, unless they have one."""
-        if not self._stored.due(version):
-            self.cluster_state.take_snapshot(StateId(version=version, generation=self.cluster_state.cluster.generation))
-
-    def _wait_until_safe(self, step: int) -> None:
-        """Wait for stores, so that a loss never costs more finished steps than `elastic.snapshot_every_steps`."""
-        while not self._stored.may_dispatch(step):
-            needed, worker_group = self._stored.needed(step), self.cluster_state.worker_group
-            timeout_s = self._config.elastic.hang_min_s
-            results = worker_group.get(
-                [each.await_kept.remote(needed, timeout_s=timeout_s) for each in worker_group.workers]
-            )
-            stored = [id for id, result in zip(self.cluster_state.ids, results, strict=True) if result is Waited.KEPT]
-            self._stored = self._stored.after(dict.fromkeys(stored, needed))
-            lost = [number for number, result in enumerate(results) if result is Waited.LOST]
-            if lost:
-                self.cluster_state.replace_stores(lost)
-            elif len(stored) < len(results):
-                missing = len(results) - len(stored)
-                logger.warning("still waiting for snapshots of %s from %d of %d devices", needed, missing, len(results))
+        self._finished = None
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """References of the reports, one per device."""
-        cluster, droppable = self.cluster_state.cluster, self._droppable_state(self._stored.safe)
-        after = StateId(version=step, generation=cluster.generation)
+        cluster, (snapshot, kept) = self.cluster_state.cluster, self.replication.order(step)
         refs: list[object] = []
         for number, worker in enumerate(self.cluster_state.worker_group.workers):
             place = number // cluster.tensor_parallel
@@ -193,29 +156,18 @@ class Stepper:
                     planned.programs[place],
                     planned.batch_ref,
                     plan_hash=planned.record.plan_hash,
-                    snapshot=after if self._stored.due(step) else None,
-                    safe=droppable if self._stored.every else after,
+                    snapshot=snapshot,
+                    kept=kept,
                     pixels=planned.pixels[place : place + 1],
                 )
             )
         return refs
 
-    def _droppable_state(self, safe: StateId | None) -> StateId | None:
-        """Newest safe state whose step is in the log; copies of older states may be dropped. A restarted controller
-        cannot resume from a state whose step is not logged yet."""
-        if safe is not None and safe not in self._droppable:
-            self._droppable.append(safe)
-        logged = [each for each in self._droppable if each.version <= self.journal.last_step]
-        if not logged:
-            return None
-        self._droppable = [each for each in self._droppable if each >= logged[-1]]
-        return logged[-1]
-
     def _learn(self) -> None:
         """Refit cost model and speeds from the last finished step, while the next one runs."""
         if self._finished is None:
             return
-        planned, devices, _ = self._finished
+        (planned, devices), self._finished = self._finished, None
         record, state, cluster = planned.record, self.cluster_state, self.cluster_state.cluster
         if self._config.plan.refit:
             self.refit = self.refit.after(observations(record.groups, devices))
@@ -240,17 +192,6 @@ class Stepper:
         stages, tensor_parallel = cluster.num_stages, cluster.tensor_parallel
         speeds = self._speeds.of_ranks(ids, num_stages=stages, tensor_parallel=tensor_parallel)
         return dataclasses.replace(cluster, speed_of_rank=speeds)
-
-    def _on_stored(self, devices: Sequence[DeviceReport]) -> None:
-        """Take note of stored copies and lost stores."""
-        lost = [number for number, report in enumerate(devices) if report.store_lost]
-        if lost:
-            self._stored = self._stored.without_copies({self.cluster_state.ids[number] for number in lost})
-            self.cluster_state.replace_stores(lost)
-        self._stored = self._stored.after(
-            {id: report.kept for id, report in zip(self.cluster_state.ids, devices, strict=True)}
-        )
-        self.journal.metrics.set("snapshot_seconds", max(report.snapshot_s + report.push_s for report in devices))
 
 
 class NumberGuard:

@@ -16,7 +16,8 @@ from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.history import History
+from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime import Runtime, TaskFailedError
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
@@ -198,13 +199,19 @@ class Controller:
     def _acquire_workers(self, device: str, data: Dataset) -> ClusterState:
         """Adopt the workers and snapshot stores of a lost controller, or start workers."""
         config, runtime, key = self._config, self._runtime, run_key(self._config)
+        history = History(self._run_dir)
         start = WorkerStart(
-            config, runtime=runtime, device=device, data_dir=self._data_dir, vocab_size=data.vocab_size, run_key=key
+            config,
+            runtime=runtime,
+            device=device,
+            data_dir=self._data_dir,
+            vocab_size=data.vocab_size,
+            run_key=key,
+            copies=copies_name(key, history),
         )
         members, left_stores = adopt_leftovers(runtime, key, timeout_s=config.elastic.hang_min_s)
         with ExitStack() as undo:
-            # First the stores: they, and with them the copies they hold, are kept alive while workers start.
-            stores = SnapshotStores(config, runtime=runtime, run_key=key, adopted=left_stores)
+            stores = SnapshotStores(config, runtime=runtime, run_key=key, history=history, adopted=left_stores)
             undo.callback(stores.end)
             if members:
                 self._announce(f"adopting {len(members)} workers of a lost controller")

@@ -1,4 +1,4 @@
-"""The snapshot stores of a run: one actor per node, with copies of the shards of the node before it in a ring."""
+"""The snapshot stores of a run: one actor per node, which sends the copies of its node to the next one in a ring."""
 
 import logging
 from collections import defaultdict
@@ -6,20 +6,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rayfcp.cluster.recovery.history import History
+from rayfcp.cluster.recovery.store import StoreFacts
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.cluster.workers.facts import DeviceFacts, Member
 from rayfcp.cluster.workers.lifetime import STORE, actor_name
 from rayfcp.cluster.workers.starting import keep_alive
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import RecoverableState, ShardCopy, newest
+from rayfcp.values import KeptStates, StateId
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 """Time for workers and snapshot stores to list their copies, for which they have threads of their own."""
 
+LOOK_S = 0.2
+"""Between two looks at their answers."""
+
 END_S = 5.0
-"""Time for snapshot stores to kill processes before they are ended."""
+"""Time for snapshot stores to kill processes and to remove copies before they are ended."""
 
 
 def ring(nodes: Iterable[str]) -> dict[str, str]:
@@ -36,94 +42,131 @@ class SnapshotStores:
     """The snapshot stores of a run, by node in `stores`. No process owns them; they are kept alive until ended.
 
     Args:
+        history: tells which copies belong to the run.
         adopted: stores of a lost controller, by node.
     """
 
     def __init__(
-        self, config: Config, *, runtime: Runtime, run_key: str, adopted: Mapping[str, Any] | None = None
+        self,
+        config: Config,
+        *,
+        runtime: Runtime,
+        run_key: str,
+        history: History,
+        adopted: Mapping[str, Any] | None = None,
     ) -> None:
-        self._runtime, self._elastic, self._run_key = runtime, config.elastic, run_key
+        self._config, self._runtime, self._run_key, self.history = config, runtime, run_key, history
         self.stores: dict[str, Any] = dict(adopted or {})
+        self._opening = {node: store.open.remote() for node, store in self.stores.items()}
         self._ring: dict[str, str] = {}
-        self._assigned: dict[str, Any] = {}
-        self._assigning: list[Any] = []
         self._kills: list[Any] = []
-        self._stop_beats = keep_alive(runtime, self._elastic.orphan_s, handles=lambda: list(self.stores.values()))
+        self._stop_beats = keep_alive(runtime, config.elastic.orphan_s, handles=lambda: list(self.stores.values()))
 
     def assign(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
-        """Start stores on the nodes of these members where there are none, and assign one to each member, without
-        waiting (`await_assigned`). Nodes to `avoid`, such as draining ones, hold copies only if there are no others.
-
-        Stores of other nodes keep their copies until `forget` or `end`.
-        """
+        """Start stores on the nodes of these members where there are none, and let each node's copies go to another
+        node. Nodes to `avoid`, such as draining ones, receive copies only if there are no others."""
         nodes = sorted({member.facts.node_id for member in members})
         # Draining nodes send their copies to those that stay.
         order = ring(set(nodes) - set(avoid) or nodes)
         self._ring = {node: order.get(node) or next(iter(order)) for node in nodes}
-        for node in nodes:  # also without copies: a store ends processes that hang
-            if node not in self.stores:
-                name = actor_name(self._run_key, STORE, id=self._runtime.new_id())
-                spec = ActorSpec(role=Role.STORE, name=name, node_id=node)
-                self.stores[node] = self._runtime.start(spec, orphan_s=self._elastic.orphan_s)
+        self._start(nodes)
         pids = defaultdict(list)
-        self._assigning = []
         for member in members:
             pids[member.facts.node_id].append(member.facts.pid)
-            store = self.store_of(member.facts.node_id)
-            if self._assigned.get(member.id) is not store:
-                self._assigned[member.id] = store
-                self._assigning.append(member.handle.use_store.remote(store))
         for node, found in pids.items():
             self.stores[node].watch.remote(found)
 
-    def await_assigned(self) -> None:
-        """Wait until all members use the stores of `assign`: before, their reports refer to earlier ones."""
-        self._runtime.wait_all(self._assigning, timeout_s=ANSWER_S)
+    def sends(self, nodes: Iterable[str]) -> bool:
+        """Whether one of these nodes sends its copies to another."""
+        return any(self._ring[node] != node for node in nodes)
 
-    def store_of(self, node_id: str) -> Any:
-        """Store that holds the copies of this node's devices."""
-        return self.stores[self._ring[node_id]]
+    @property
+    def targets(self) -> set[str]:
+        """Nodes that receive copies."""
+        return set(self._ring.values())
+
+    def await_opened(self, *, timeout_s: float) -> None:
+        """Wait until all stores receive copies."""
+        self._runtime.wait_all(list(self._opening.values()), timeout_s=timeout_s)
+
+    def push(
+        self, state: StateId, numbers: Mapping[str, Sequence[int]], *, bytes_per_s: float | None = None
+    ) -> list[Any] | None:
+        """Make each node send its devices' copies to its target: references of `Sent`. None if a store has not opened
+        yet.
+
+        Raises:
+            CallError: a store could not be opened.
+        """
+        targets = {node: self._ring[node] for node in numbers if self._ring.get(node, node) != node}
+        opening = {node: self._opening[node] for node in targets.values()}
+        if len(self._runtime.wait_all(list(opening.values()), timeout_s=0)) < len(opening):
+            return None
+        peers: dict[str, StoreFacts] = {node: self._runtime.get(ref) for node, ref in opening.items()}
+        return [
+            self.stores[node].push.remote(state, list(numbers[node]), to=peers[target].peer, bytes_per_s=bytes_per_s)
+            for node, target in targets.items()
+        ]
+
+    def drop(self, kept: KeptStates) -> None:
+        """Drop copies of all other states that were received, or whose writers are dead."""
+        for store in self.stores.values():
+            store.drop.remote(kept)
 
     def newest_state(self, members: Sequence[Member], *, up_to: int) -> RecoverableState:
-        """Newest state of at most `up_to` steps in the memory of these members and all stores. After `ANSWER_S` waits
-        for further answers only while no state is complete, for `elastic.hang_min_s` at most."""
-        stores = {f"snapshot store on {node}": node for node in self.stores}
-        holders = {each.id: each.handle for each in members} | {id: self.stores[node] for id, node in stores.items()}
-        pending = {handle.headers.remote(): id for id, handle in holders.items()}
-        silent, copies = set(holders), []
-        end_s = self._runtime.now_s() + self._elastic.hang_min_s
-        while True:
-            for ref in self._runtime.wait_all(list(pending), timeout_s=ANSWER_S):
-                id = pending.pop(ref)
+        """Newest state of the run of at most `up_to` steps in the memory of all living nodes that had devices. Any
+        process on a node answers for it; waits for one of each node, `elastic.hang_min_s` at most."""
+        known = {member.facts.node_id for member in members} | self._ring.keys()
+        self._start(sorted(known & self._runtime.nodes().alive))
+        asked: dict[Any, tuple[str, Any]] = {}
+        for node, store in self.stores.items():
+            asked[store.headers.remote()] = (node, store)
+        for member in members:
+            asked[member.handle.headers.remote()] = (member.facts.node_id, member.handle)
+        silent = {node for node, _ in asked.values()}
+        copies: list[ShardCopy] = []
+        end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
+        while asked and silent and self._runtime.now_s() < end_s:
+            for ref in self._runtime.wait(list(asked), timeout_s=LOOK_S):
+                node, holder = asked.pop(ref)
                 with suppress(CallError):
-                    copies += [
-                        ShardCopy(header=header, holder=holders[id], holder_id=id, is_store=id in stores)
-                        for header in self._runtime.get(ref)
-                    ]
-                    silent.discard(id)
-            found = newest(copies, up_to=up_to)
-            if not pending or found.state is not None or self._runtime.now_s() > end_s:
-                break
-        for id in sorted(silent & stores.keys()):
-            logger.warning("the %s does not answer", id)
-            self.forget(stores[id])
-        return found
+                    headers = self._runtime.get(ref)
+                    if node in silent:
+                        silent.discard(node)
+                        copies += [ShardCopy(header=header, holder=holder, node_id=node) for header in headers]
+            # A node without any process that answers is lost, or all of them hang.
+            silent &= {node for node, _ in asked.values()}
+        for node in sorted(silent & self.stores.keys()):
+            logger.warning("the snapshot store on %s does not answer", node)
+            self.forget(node)
+        return newest(copies, up_to=up_to, belongs=self.history.has)
 
-    def end_lost(self, nodes: Iterable[str]) -> None:
-        """End the lost stores of these nodes' copies; `assign` replaces them."""
-        for store_node in sorted({self._ring[node] for node in nodes if node in self._ring}):
-            self.forget(store_node)
+    def end_lost(self) -> bool:
+        """End stores that do not answer, and those of lost nodes; `assign` replaces them. Return True if there were
+        any."""
+        alive, beats = self._runtime.nodes().alive, {store.beat.remote(): node for node, store in self.stores.items()}
+        done = self._runtime.wait_all(list(beats), timeout_s=ANSWER_S)
+        living = set()
+        for ref in done:
+            with suppress(CallError):
+                self._runtime.get(ref)
+                living.add(beats[ref])
+        lost = [each for each in self.stores if each not in living & alive]
+        for node in lost:
+            self.forget(node)
+        return bool(lost)
 
     def forget(self, node_id: str) -> None:
-        """End a node's store; its copies are lost."""
+        """End a node's store; the copies stay."""
         store = self.stores.pop(node_id, None)
+        self._opening.pop(node_id, None)
         if store is not None:
             self._runtime.end(store)
 
-    def drop_copies(self) -> None:
-        """Drop all copies in all stores."""
+    def drop_copies(self, up_to: int) -> None:
+        """Drop all copies of generations up to this number."""
         for store in self.stores.values():
-            store.drop_copies.remote()
+            store.drop_copies.remote(up_to)
 
     def kill(self, facts: DeviceFacts) -> None:
         """Send SIGKILL to a worker's process through the store on its node, without waiting."""
@@ -132,8 +175,24 @@ class SnapshotStores:
             self._kills.append(store.kill.remote(facts.pid))
 
     def end(self) -> None:
-        """End all stores; the copies are lost."""
+        """Remove all copies, and end all stores."""
         self._stop_beats()
-        self._runtime.wait_all(self._kills, timeout_s=END_S)
+        removals = [store.remove_copies.remote() for store in self.stores.values()]
+        self._runtime.wait_all([*self._kills, *removals], timeout_s=END_S)
         for node in list(self.stores):
             self.forget(node)
+
+    def _start(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            if node not in self.stores:
+                name = actor_name(self._run_key, STORE, id=self._runtime.new_id())
+                spec = ActorSpec(role=Role.STORE, name=name, node_id=node)
+                self.stores[node] = self._runtime.start(
+                    spec, self._config, run=copies_name(self._run_key, self.history)
+                )
+                self._opening[node] = self.stores[node].open.remote()
+
+
+def copies_name(run_key: str, history: History) -> str:
+    """Name of a run's folders in shared memory."""
+    return f"{run_key}-{history.run}"

@@ -1,14 +1,14 @@
 """Devices of a run through its generations: which exist, which are in use, and how a new generation is formed."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.recovery.stores import ANSWER_S, SnapshotStores
-from rayfcp.cluster.runtime import Flag
+from rayfcp.cluster.runtime import Flag, NodeView
 from rayfcp.cluster.workers.calls import RanksLostError, loss_of
 from rayfcp.cluster.workers.facts import with_stages
 from rayfcp.cluster.workers.group import WorkerGroup, join_devices
@@ -56,13 +56,18 @@ class ClusterState:
         self._losses: tuple[Loss, ...] = ()
         self._warned: set[str] = set()
         self._place_of: dict[str, str] = {}
-        self._newest_number = -1
+        self._newest_number = snapshot_stores.history.last
 
     def newest_state(self, *, up_to: int) -> RecoverableState:
         """Newest state in memory of at most `up_to` steps: a step that is not in the log has to run again."""
         found = self.snapshot_stores.newest_state(self.worker_group.all, up_to=up_to)
         self._newest_number = max(self._newest_number, found.generation)
         return found
+
+    @property
+    def nodes(self) -> NodeView:
+        """Nodes, as seen `elastic.look_every_s` ago at most."""
+        return self._nodes
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -131,12 +136,12 @@ class ClusterState:
         sources = self._runtime.put(found.copies)
         self.worker_group.call(lambda _, worker: worker.fill.remote(sources))
 
-    def take_snapshot(self, state: StateId) -> None:
-        """Make all devices copy their shards and send them to snapshot stores, in the background."""
-        self.worker_group.call(lambda _, worker: worker.take_snapshot.remote(state))
+    def take_snapshot(self, state: StateId) -> list[StateId | None]:
+        """Make all devices copy their shards; return the newest state that each has copied."""
+        return self.worker_group.call(lambda _, worker: worker.take_snapshot.remote(state))
 
     def assign_stores(self) -> None:
-        """Give every device a store on another node that stays, and one on its own node that kills it if it hangs."""
+        """Give every node a store, which also kills processes that hang, and another node for its copies that stays."""
         self.snapshot_stores.assign(self.worker_group.all, avoid=self._nodes.draining)
 
     def end_draining_standbys(self) -> None:
@@ -145,17 +150,19 @@ class ClusterState:
         self.worker_group.drop([each.id for each in self.worker_group.standby if each.facts.node_id in draining])
 
     def drop_copies(self) -> None:
-        """Drop all copies in workers and stores."""
-        calls = [member.handle.drop_copies.remote() for member in self.worker_group.all]
+        """Drop all copies that were made up to now."""
+        calls = [member.handle.drop_copies.remote(self._newest_number) for member in self.worker_group.all]
         self._runtime.wait_all(calls, timeout_s=ANSWER_S)
-        self.snapshot_stores.drop_copies()
+        self.snapshot_stores.drop_copies(self._newest_number)
 
-    def replace_stores(self, numbers: Iterable[int]) -> None:
-        """Replace the lost snapshot stores of these devices' copies, on nodes with living workers."""
+    def renew_stores(self) -> bool:
+        """Replace lost snapshot stores, on nodes with living workers; return True if there were any."""
+        self.worker_group.call(lambda _, worker: worker.idle.remote())
+        self._look_at_nodes()
         self._drop_dead()
-        self.snapshot_stores.end_lost({self.worker_group.members[number].facts.node_id for number in numbers})
+        are_lost = self.snapshot_stores.end_lost()
         self.assign_stores()
-        self.snapshot_stores.await_assigned()
+        return are_lost
 
     def on_loss(self, error: RanksLostError) -> Failure:
         """Record a loss and drop dead members and stores."""

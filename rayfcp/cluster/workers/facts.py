@@ -1,7 +1,6 @@
 """Values that controller and workers exchange, without torch; and how devices make up stages and ranks."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from rayfcp.config import Config, ConfigError
@@ -43,14 +42,6 @@ class Member:
     handle: Any
     group: Any
     facts: DeviceFacts
-
-
-class Waited(StrEnum):
-    """Result of waiting until a snapshot store has a copy."""
-
-    KEPT = "kept"
-    LATE = "late"
-    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

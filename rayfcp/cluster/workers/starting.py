@@ -22,6 +22,9 @@ LOOK_S = 0.2
 MORE_WORKERS_WAIT_S = 2.0
 """Time that a start with enough workers waits for one more."""
 
+REMOVE_S = 5.0
+"""Time for snapshot stores to remove copies before they are ended."""
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause after workers that could not open; it doubles from the first to the longest."""
 
@@ -74,15 +77,24 @@ class WorkerStart:
 
     Args:
         device: resolved value of `cluster.device`.
+        copies: name of the run's folders in shared memory; empty if no state is copied.
     """
 
     def __init__(
-        self, config: Config, *, runtime: Runtime, device: str, data_dir: str, vocab_size: int, run_key: str
+        self,
+        config: Config,
+        *,
+        runtime: Runtime,
+        device: str,
+        data_dir: str,
+        vocab_size: int,
+        run_key: str,
+        copies: str = "",
     ) -> None:
         self.config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
         self.runtime, self.run_key = runtime, run_key
         self.resources = bundle(device, threads=config.train.threads_per_worker)
-        self._data_dir, self._vocab_size = data_dir, vocab_size
+        self._data_dir, self._vocab_size, self._copies = data_dir, vocab_size, copies
         self._held: dict[str, Any] = {}
         self._stop_beats: Callable[[], None] | None = None
 
@@ -95,7 +107,9 @@ class WorkerStart:
         id = self.runtime.new_id()
         name = actor_name(self.run_key, WORKER, id=id)
         spec = ActorSpec(role=Role.WORKER, name=name, reservation=group, resources=self.resources)
-        handle = self.runtime.start(spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id)
+        handle = self.runtime.start(
+            spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id, copies=self._copies
+        )
         self.hold(id, handle)
         now_s = self.runtime.now_s()
         return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
@@ -306,20 +320,24 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
             end(workers[id], what=f"worker {id}")
     by_node: dict[str, Any] = {}
     for id, ref in opened.items():
-        node = answer(ref)
-        if node is None or node in by_node:
+        found = answer(ref)
+        if found is None or found.node_id in by_node:
             end(stores[id], what=f"snapshot store {id}")
         else:
-            by_node[node] = stores[id]
+            by_node[found.node_id] = stores[id]
     _release_all(runtime, run_key, held={runtime.key(member.group) for member in members})
     return members, by_node
 
 
 def end_leftovers(runtime: Runtime, run_key: str) -> None:
-    """End all workers and snapshot stores of a run without controller, and withdraw its request to the autoscaler."""
-    for kind in (WORKER, STORE):
-        for handle in _named(runtime, run_key, kind).values():
-            runtime.end(handle)
+    """End all workers and snapshot stores of a run without controller, with the copies of its state, and withdraw its
+    request to the autoscaler."""
+    for handle in _named(runtime, run_key, WORKER).values():
+        runtime.end(handle)
+    stores = _named(runtime, run_key, STORE)
+    runtime.wait_all([store.remove_copies.remote() for store in stores.values()], timeout_s=REMOVE_S)
+    for handle in stores.values():
+        runtime.end(handle)
     _release_all(runtime, run_key, held=set())
     runtime.request({}, count=0)
 

@@ -3,7 +3,6 @@
 Driver and controller only name the class; its instances import torch and the model library.
 """
 
-import dataclasses
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -15,22 +14,20 @@ from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
 from rayfcp.cluster.planning.out_of_memory import out_of_memory, step_of
-from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.workers.environment import set_environment, use_interface
-from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous, Waited
+from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, DeviceReport, FileSum, Joined, SavedPart, find_damage
-from rayfcp.execute.state.copies import Wanted
+from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch, ModelProfile, ShardHeader, StateId
+from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, ShardHeader, StateId
+from rayfcp.values.state import ALL_STATES
 
 if TYPE_CHECKING:
     import numpy as np
-
-MIB = 2**20
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -44,9 +41,12 @@ control, copies = _in_group("control"), _in_group("copies")
 
 
 class DeviceWorker:
-    """One device of a run."""
+    """One device of a run. `copies`: name of the run's folders in shared memory; empty if no state is copied."""
 
-    def __init__(self, config: Config, data_dir: str, *, vocab_size: int, worker_id: str = "") -> None:
+    def __init__(
+        self, config: Config, data_dir: str, *, vocab_size: int, worker_id: str = "", copies: str = ""
+    ) -> None:
+        self._copies_name = copies
         self._config, self._data_dir, self._vocab_size, self._worker_id = config, data_dir, vocab_size, worker_id
         self._facts: DeviceFacts | None = None
         self._watch = OrphanWatch(config.elastic.orphan_s)
@@ -72,17 +72,11 @@ class DeviceWorker:
         kernel = pick_kernel(self._config.cluster.device, sm_margin=self._config.cluster.communication_sms)
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
-        self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
+        self._copies = self._open_copies(context.get_node_id())
+        self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir, copies=self._copies)
         self._compiled = runs_compiled(self._config, vocab_size=self._vocab_size, device=self._device, kernel=kernel)
         gc.collect()
         gc.freeze()  # imported modules: garbage collection is part of each recovery
-        elastic = self._config.elastic
-        self._pusher = Pusher(
-            self._engine.copies,
-            settle=self._engine.settle,
-            chunk_bytes=elastic.snapshot_chunk_mib * MIB,
-            patience_s=elastic.hang_min_s,
-        )
         backend = backend_of(self._device)
         accelerators = [id for ids in granted.values() for id in ids]
         self._facts = DeviceFacts(
@@ -95,6 +89,17 @@ class DeviceWorker:
             slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
         )
         return self._facts
+
+    def _open_copies(self, node_id: str) -> CopyFolder | None:
+        if not self._copies_name:
+            return None
+        try:
+            return CopyFolder(copies_folder(self._config.elastic.snapshot_dir, self._copies_name, node_id))
+        except OSError as error:
+            raise ConfigError(
+                f"elastic.snapshot_dir is {self._config.elastic.snapshot_dir}, where copies of the state cannot be "
+                f"kept: {error}; name a folder on a tmpfs that workers can write to"
+            ) from error
 
     @control
     def beat(self) -> Beat | None:
@@ -120,28 +125,17 @@ class DeviceWorker:
         if self._facts is not None:
             self._engine.abort()
 
-    @control
-    def use_store(self, store: Any) -> None:
-        """Send copies to this actor from now on, the newest first; None: send nothing."""
-        self._watch.on_call()
-        self._pusher.use(store)
-
     @copies
     def headers(self) -> tuple[ShardHeader, ...]:
-        """Headers of the complete copies of this device's shards."""
+        """Headers of all copies on this node."""
         self._watch.on_call()
-        return () if self._facts is None else self._engine.copies.headers()
+        return () if self._facts is None or self._copies is None else self._copies.headers()
 
     @copies
     def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
-        """Parts of a copy; see `HeldCopies.pieces`."""
-        return self._engine.copies.pieces(state, number, wanted=wanted)
-
-    @copies
-    def await_kept(self, state: StateId, *, timeout_s: float) -> Waited:
-        """Wait until a snapshot store has this state, or a newer one, of this device; see `Pusher.wait_for`."""
-        self._watch.on_call()
-        return self._pusher.wait_for(state, timeout_s=timeout_s)
+        """Parts of a copy; see `HeldCopy.pieces`."""
+        assert self._copies is not None, "copies are made"
+        return self._copies.pieces(state, number, wanted=wanted)
 
     def idle(self) -> bool:
         """Return True once the main thread is free."""
@@ -197,7 +191,7 @@ class DeviceWorker:
         self._engine.leave()
 
     def fill(self, sources: Sequence[ShardCopy]) -> None:
-        """Restore a state from copies: this device's own first, then in the order given.
+        """Restore a state from copies: those on this node first, then in the order given.
 
         Raises:
             ValueError: something is missing, duplicated, or of another model.
@@ -205,25 +199,28 @@ class DeviceWorker:
         """
         from rayfcp.execute.state import snapshots
 
+        assert self._facts is not None, "the device is open"
+        node_id = self._facts.node_id
+
         def pieces_of(source: ShardCopy) -> "Callable[[Sequence[Wanted]], Sequence[np.ndarray]]":
-            header, copies = source.header, self._engine.copies
-            if source.holder_id == self._worker_id:
+            header, copies = source.header, self._copies
+            if source.node_id == node_id and copies is not None and copies.has(header.state, header.number):
                 return lambda wanted: copies.pieces(header.state, header.number, wanted=wanted)
             return lambda wanted: ray.get(source.holder.pieces.remote(header.state, header.number, wanted=wanted))
 
-        own_first = sorted(sources, key=lambda each: each.holder_id != self._worker_id)
+        own_first = sorted(sources, key=lambda each: each.node_id != node_id)
         self._engine.fill([snapshots.Source(header=each.header, pieces=pieces_of(each)) for each in own_first])
 
-    def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
-        """Copy the current state, and send the copy."""
-        self._pusher.offer(self._engine.take_snapshot(state), safe=safe)
+    def take_snapshot(self, state: StateId) -> StateId | None:
+        """Copy the current state; return the newest state with a complete copy."""
+        return self._engine.take_snapshot(state)
 
     @copies
-    def drop_copies(self) -> None:
-        """Drop all copies; none is sent any more."""
+    def drop_copies(self, up_to: int) -> None:
+        """Drop all copies of this node of generations up to this number."""
         self._watch.on_call()
-        self._pusher.forget()
-        self._engine.copies.drop_all()
+        if self._copies is not None:
+            self._copies.drop_generations(up_to)
 
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
         """Time a pass of each shape on all ranks at once; parameters stay unchanged.
@@ -254,11 +251,12 @@ class DeviceWorker:
         *,
         plan_hash: str,
         snapshot: StateId | None = None,
-        safe: StateId | None = None,
+        kept: KeptStates = ALL_STATES,
         pixels: Sequence[Any] = (),
     ) -> DeviceReport:
-        """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
-        a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step.
+        """Run a step; copy the state after it as `snapshot`, if that is named, and drop copies of states that are not
+        `kept`. `pixels`: a reference of the images that it encodes, in a sequence, so that a lost one is no failure of
+        the step.
 
         Raises:
             ConfigError: the device ran out of memory.
@@ -267,13 +265,12 @@ class DeviceWorker:
 
         self._watch.on_call()
         try:
-            report = self._engine.run_step(
+            return self._engine.run_step(
                 program,
                 batch,
                 plan_hash=plan_hash,
                 snapshot=snapshot,
-                safe=safe,
-                on_copy=lambda header: self._pusher.offer(header, safe=safe),
+                kept=kept,
                 decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
             )
         except torch.OutOfMemoryError as error:
@@ -282,8 +279,6 @@ class DeviceWorker:
                 program, step=batch.step, num_done=done, config=self._config, model=model, cluster=self._cluster
             )
             raise self._out_of_memory(error, what) from error
-        pushed = self._pusher.pushed
-        return dataclasses.replace(report, kept=pushed.kept, push_s=pushed.seconds, store_lost=pushed.lost)
 
     def _out_of_memory(self, error: BaseException, what: str) -> ConfigError:
         assert self._facts is not None, "the device is open"

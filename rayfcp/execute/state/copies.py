@@ -1,29 +1,60 @@
-"""Copies of shards in host memory: of this device's own states, and those stored for other devices."""
+"""Copies of shards as files in shared memory, which outlive the processes that write them.
 
+All processes of one run on one node share a folder, usually on a tmpfs. A copy is one file: a page with the shard's
+header, the list of its entries, the data. It is written under another name and renamed when it is complete, so that
+what has the name of a copy is whole, whenever its writer died. Locks (`flock`) end with their holders:
+
+- a process in the folder holds a shared lock on `lock`: a folder whose lock is free was left by dead processes;
+- the writer of a copy holds a lock on it while it lives, and only then reuses its memory for a later copy;
+- a reader holds a shared lock: a copy that is read is never overwritten.
+"""
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import stat
 import threading
-import zlib
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
+
+logger = logging.getLogger(__name__)
 
 Wanted = tuple[str, str, Box]
 """Name, kind (see `ShardEntry`) and part of a tensor."""
 
+PAGE = 4096
+COPY, UNFINISHED, LOCK = ".copy", ".new", "lock"
+
 MAX_SPARE = 2
-"""Buffers of dropped copies kept for new ones: the next copy allocates nothing, for this much host memory."""
+"""Files of dropped copies that a process keeps for new ones: the next copy allocates nothing, for this much memory."""
+
+ABANDONED_S = 900.0
+"""Age at which copies that no living process holds are removed by processes of other runs: time to start the run again
+and find its state."""
 
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Raw elements by size: their real dtype does not matter here."""
 
+Buffer = np.ndarray[Any, Any]
+
 
 class CopyGoneError(LookupError):
-    """A requested copy is not held any more, or not complete: states are dropped while others look for them."""
+    """A requested copy is not there any more: states are dropped while others look for them."""
 
 
 @contextmanager
@@ -33,28 +64,68 @@ def reading(header: ShardHeader) -> Iterator[None]:
     try:
         yield
     except CopyGoneError as error:
-        raise CollectiveFailedError(f"a copy was dropped while it was read: no complete {_label(header)}") from error
+        raise CollectiveFailedError(f"a copy was dropped while it was read: no {label(header)}") from error
 
 
-class _Copy:
-    """One shard. Its buffer is reused once the copy is dropped and no thread reads or writes it (`users` is 0)."""
+@dataclass(slots=True)
+class _File:
+    """A file that this process wrote, mapped for as long as it is kept."""
 
-    def __init__(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
-        self.header, self.buffer = header, buffer
-        self.claimed: dict[int, int] = {}
-        self.num_written = self.users = 0
-        self.is_complete = self.is_dropped = False
-        self._entries: dict[tuple[str, str], list[ShardEntry]] = defaultdict(list)
-        for entry in header.entries:
-            self._entries[entry.name, entry.kind].append(entry)
+    name: str
+    fd: int
+    mapping: mmap.mmap
+    data_start: int
+    entries: bytes = b""
 
-    def piece(self, name: str, kind: str, *, box: Box) -> np.ndarray[Any, Any]:
-        for entry in self._entries.get((name, kind), ()):
+    @property
+    def size(self) -> int:
+        return len(self.mapping)
+
+
+@dataclass(slots=True)
+class NewCopy:
+    """A copy that is being written: `buffer` (uint8) has the shard's size. Ends by `publish` or `discard`."""
+
+    header: ShardHeader
+    buffer: Buffer
+    _folder: "CopyFolder"
+    _file: _File | None
+
+    def publish(self) -> None:
+        """Make the copy visible; the buffer must not be written to any more."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._folder._publish(file, self.header)
+
+    def discard(self) -> None:
+        """Give the memory back; nothing happens after `publish` or `discard`."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._folder._recycle(file)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCopy:
+    """A copy that is being read, and stays as it is meanwhile."""
+
+    header: ShardHeader
+    buffer: Buffer
+
+    def pieces(self, wanted: Sequence[Wanted]) -> list[Buffer]:
+        """Each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned integers
+        of the elements' size."""
+        entries: dict[tuple[str, str], list[ShardEntry]] = defaultdict(list)
+        for entry in self.header.entries:
+            entries[entry.name, entry.kind].append(entry)
+        return [self._piece(entries[name, kind], name, kind, box=box) for name, kind, box in wanted]
+
+    def _piece(self, entries: Sequence[ShardEntry], name: str, kind: str, *, box: Box) -> Buffer:
+        for entry in entries:
             if entry.box.meet(box) == box:
                 raw = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
                 whole = raw.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
                 return np.array(whole[slices_of(box, within=entry.box)], order="C")
-        raise ValueError(f"{_label(self.header)} lacks {kind} of {name} at {box}; request parts of its entries")
+        raise ValueError(f"{label(self.header)} lacks {kind} of {name} at {box}; request parts of its entries")
 
 
 def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
@@ -63,170 +134,329 @@ def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
     return tuple(slice(at - start, at - start + size) for at, start, size in ends)
 
 
-class HeldCopies:
-    """Complete copies by (state, device number); thread-safe.
+def copies_folder(parent: str, run: str, node: str) -> Path:
+    """Folder of the copies of a run on a node. `parent` is a folder in shared memory; the run's is this user's own.
 
-    A copy received in chunks is visible once all of them are here and their checksums (CRC-32) match. `allocate`
-    returns a uint8 buffer of so many bytes; pinned memory for accelerators.
+    Raises:
+        OSError: the user's folder cannot be made, or is not the user's alone.
     """
+    own = Path(parent) / f"rayfcp-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"elastic.snapshot_dir: {own} is not a folder of this user alone (mode 0700); remove it, or name another"
+        )
+    return own / run / node
 
-    def __init__(
-        self, *, allocate: Callable[[int], np.ndarray[Any, Any]] = lambda num_bytes: np.empty(num_bytes, np.uint8)
-    ) -> None:
-        self._allocate = allocate
-        self._lock = threading.Lock()
-        self._copies: dict[tuple[StateId, int], _Copy] = {}
-        self._spare: list[np.ndarray[Any, Any]] = []
 
-    def begin(self, header: ShardHeader) -> bool:
-        """Expect chunks of a copy, from the start if some were received already; False if it is held complete."""
-        _check(header)
-        with self._lock:
-            held = self._copies.get((header.state, header.number))
-            if held is not None and held.is_complete:
-                return False
-            self._add(_Copy(header, self._buffer(header.num_bytes)), is_complete=header.num_bytes == 0)
-        return True
+class CopyFolder:
+    """The copies of a run on a node, by (state, device number), as one process sees them; thread-safe."""
 
-    def write(
-        self, state: StateId, number: int, *, offset: int, data: bytes | bytearray | memoryview | Any, checksum: int
-    ) -> bool:
-        """Store one chunk, in any order; True if the copy is complete now. A repeated chunk changes nothing.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = _join(path)
+        self._lock = threading.RLock()
+        self._own: dict[str, _File] = {}
+        self._spare: list[_File] = []
+        self._entries: tuple[tuple[ShardEntry, ...], bytes] = ((), b"[]")
+
+    def begin(self, header: ShardHeader) -> NewCopy:
+        """Memory for a copy; of a dropped one of the same size, or new.
 
         Raises:
-            CopyGoneError: no such copy is expected; it was dropped meanwhile.
-            ValueError: the checksum is wrong, and the copy is dropped; or the chunk is outside, or overlaps another.
+            OSError: the file system is full, or cannot be written to.
         """
-        view = memoryview(data).cast("B")
-        with self._using(state, number) as copy:
-            if zlib.crc32(view) != checksum:
-                with self._lock:
-                    if self._copies.get((state, number)) is copy and not copy.is_complete:
-                        self._drop(self._copies.pop((state, number)))
-                raise ValueError(f"{_label(copy.header)}: chunk at byte {offset} is damaged; send the copy again")
-            if not self._claim(copy, offset, size=len(view)):
-                return copy.is_complete
-            copy.buffer[offset : offset + len(view)] = np.frombuffer(view, np.uint8)
-            with self._lock:
-                if copy.is_dropped:
-                    raise CopyGoneError(f"{_label(copy.header)} was dropped while it was received")
-                copy.num_written += len(view)
-                copy.is_complete = copy.num_written == copy.header.num_bytes
-                return copy.is_complete
-
-    def put(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
-        """Take over a whole copy; the caller must not write to the buffer (uint8, of the shard's size) any more."""
         _check(header)
-        if len(buffer) != header.num_bytes:
-            raise ValueError(f"{_label(header)}: buffer has {len(buffer)} bytes, must have {header.num_bytes}")
         with self._lock:
-            self._add(_Copy(header, buffer), is_complete=True)
-
-    def spare(self, num_bytes: int) -> np.ndarray[Any, Any]:
-        """A buffer for `put`: of a dropped copy of the same size, or new."""
-        with self._lock:
-            return self._buffer(num_bytes)
+            entries = self._bytes_of(header.entries)
+            data_start = -(-(PAGE + len(entries)) // PAGE) * PAGE
+            file = self._file_of(data_start + header.num_bytes, data_start=data_start)
+        if file.entries != entries:
+            file.mapping[PAGE : PAGE + len(entries)] = entries
+            file.entries = entries
+        buffer = np.frombuffer(file.mapping, np.uint8)[data_start:]
+        return NewCopy(header, buffer, self, file)
 
     def headers(self) -> tuple[ShardHeader, ...]:
-        """Headers of complete copies, by state and device number."""
+        """Headers of all copies, by state and device number."""
+        found = []
+        for name in self._names(COPY):
+            with suppress(OSError), (self.path / name).open("rb") as file:
+                header = _read_header(file.read(PAGE), entries_of=lambda size, file=file: file.read(size))
+                if header is not None:
+                    found.append(header)
+        return tuple(sorted(found, key=lambda header: (header.state, header.number)))
+
+    def has(self, state: StateId, number: int) -> bool:
+        return (self.path / _name(state, number)).exists()
+
+    @contextmanager
+    def reading(self, state: StateId, number: int) -> Iterator[HeldCopy]:
+        """Context of a copy that is read; a CopyGoneError if it is not there."""
+        gone = CopyGoneError(f"no copy of device {number} in {state} is held here")
+        try:
+            fd = os.open(self.path / _name(state, number), os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise gone from error
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise gone from error
+            mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+            header = _read_header(mapping[:PAGE], entries_of=lambda size: mapping[PAGE : PAGE + size])
+            if header is None or (header.state, header.number) != (state, number):
+                raise gone  # reused meanwhile
+            yield HeldCopy(header, np.frombuffer(mapping, np.uint8)[len(mapping) - header.num_bytes :])
+        finally:
+            os.close(fd)
+
+    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[Buffer]:
+        """Parts of a copy; see `HeldCopy.pieces`. A CopyGoneError if it is not there."""
+        with self.reading(state, number) as copy:
+            return copy.pieces(wanted)
+
+    def drop(self, kept: KeptStates, *, of_dead: bool = False) -> None:
+        """Drop copies of all other states that this process wrote; with `of_dead` also those whose writers are dead,
+        and what they left unfinished."""
+        for name in self._names(COPY):
+            if _state_of(name) in kept:
+                continue
+            with self._lock:
+                file = self._own.pop(name, None)
+            if file is not None:
+                self._recycle(file)
+            elif of_dead:
+                _unlink_unlocked(self.path / name)
+        for name in self._names(UNFINISHED) if of_dead else ():
+            _unlink_unlocked(self.path / name)
+
+    def drop_generations(self, up_to: int) -> None:
+        """Drop all copies of generations up to this number, whoever wrote them."""
+        for name in self._names(COPY):
+            if _state_of(name).generation <= up_to:
+                with self._lock:
+                    file = self._own.pop(name, None)
+                if file is not None:
+                    self._recycle(file)
+                else:
+                    (self.path / name).unlink(missing_ok=True)
+
+    def adopt(self) -> None:
+        """Take over the copies of this run that dead processes left on this machine under another node's name, as after
+        a restart of the cluster."""
+        for path in _folders(self.path.parent):
+            if path != self.path:
+                with _alone(path) as is_free:
+                    if is_free:
+                        for copy in path.glob(f"*{COPY}"):
+                            copy.replace(self.path / copy.name)
+                        shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave the folder with its copies, as by the end of the process."""
         with self._lock:
-            held = [copy.header for copy in self._copies.values() if copy.is_complete]
-        return tuple(sorted(held, key=lambda header: (header.state, header.number)))
+            for file in [*self._own.values(), *self._spare]:
+                os.close(file.fd)
+            self._own, self._spare = {}, []
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            self._lock_fd = -1
 
-    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[np.ndarray[Any, Any]]:
-        """Each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned integers
-        of the elements' size. A CopyGoneError if the copy is not held, or not complete."""
-        with self._using(state, number, complete=True) as copy:
-            return [copy.piece(name, kind, box=box) for name, kind, box in wanted]
-
-    def chunks(self, state: StateId, number: int, *, chunk_bytes: int) -> Iterator[tuple[int, memoryview, int]]:
-        """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next chunk. A
-        CopyGoneError if the copy is not held, not complete, or was dropped meanwhile."""
-        with self._using(state, number, complete=True) as copy:
-            view = copy.buffer.data
-            for start in range(0, len(view), chunk_bytes):
-                if copy.is_dropped:
-                    raise CopyGoneError(f"{_label(copy.header)} was dropped while it was sent")
-                chunk = view[start : start + chunk_bytes]
-                yield start, chunk, zlib.crc32(chunk)
-
-    def drop_older(self, than: StateId) -> None:
-        """Drop all copies of states before `than`, complete or not."""
-        with self._lock:
-            for state, number in [key for key in self._copies if key[0] < than]:
-                self._drop(self._copies.pop((state, number)))
-
-    def drop_all(self) -> None:
-        """Drop all copies, complete or not."""
-        with self._lock:
-            for copy in self._copies.values():
-                self._drop(copy)
-            self._copies.clear()
+    def remove(self) -> None:
+        """Remove the folder with all copies; other processes in it cannot publish any more."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers, spare ones included."""
-        with self._lock:
-            return sum(len(copy.buffer) for copy in self._copies.values()) + sum(map(len, self._spare))
+        """Memory of all files in the folder."""
+        total = 0
+        for name in self._names(""):
+            with suppress(OSError):
+                total += (self.path / name).stat().st_blocks * 512
+        return total
 
-    @contextmanager
-    def _using(self, state: StateId, number: int, *, complete: bool = False) -> Iterator[_Copy]:
-        with self._lock:
-            copy = self._copies.get((state, number))
-            if copy is None or (complete and not copy.is_complete):
-                raise CopyGoneError(
-                    f"no {'complete ' if complete else ''}copy of device {number} in {state} is held here"
-                )
-            copy.users += 1
+    def _names(self, suffix: str) -> list[str]:
         try:
-            yield copy
-        finally:
-            with self._lock:
-                copy.users -= 1
-                self._recycle(copy)
+            return [each.name for each in os.scandir(self.path) if each.name.endswith(suffix)]
+        except FileNotFoundError:
+            return []
 
-    def _claim(self, copy: _Copy, offset: int, *, size: int) -> bool:
-        """Reserve the chunk's bytes; False if another call has written or is writing it."""
-        with self._lock:
-            if copy.claimed.get(offset) == size:
-                return False
-            outside = offset < 0 or offset + size > copy.header.num_bytes
-            if outside or any(at < offset + size and offset < at + n for at, n in copy.claimed.items()):
-                raise ValueError(
-                    f"{_label(copy.header)}: chunk of {size} bytes at {offset} reaches "
-                    f"{f'beyond {copy.header.num_bytes}' if outside else 'into another'}; cut the copy one way only"
-                )
-            copy.claimed[offset] = size
-            return True
+    def _bytes_of(self, entries: tuple[ShardEntry, ...]) -> bytes:
+        """Entries in JSON; those of one generation are one object, encoded once."""
+        if self._entries[0] is not entries:
+            listed = [[e.name, e.kind, e.box.offsets, e.box.sizes, e.itemsize, e.start_byte] for e in entries]
+            self._entries = (entries, json.dumps(listed, separators=(",", ":")).encode())
+        return self._entries[1]
 
-    def _add(self, copy: _Copy, *, is_complete: bool) -> None:
-        copy.is_complete = is_complete
-        key = (copy.header.state, copy.header.number)
-        if key in self._copies:
-            self._drop(self._copies.pop(key))
-        self._copies[key] = copy
-
-    def _drop(self, copy: _Copy) -> None:
-        copy.is_dropped = True
-        self._recycle(copy)
-
-    def _recycle(self, copy: _Copy) -> None:
-        if copy.is_dropped and not copy.users:
-            self._spare = [*self._spare, copy.buffer][-MAX_SPARE:]
-
-    def _buffer(self, num_bytes: int) -> np.ndarray[Any, Any]:
-        for at, buffer in enumerate(self._spare):
-            if len(buffer) == num_bytes:
+    def _file_of(self, size: int, *, data_start: int) -> _File:
+        for at, spare in enumerate(self._spare):
+            if (spare.size, spare.data_start) == (size, data_start):
                 return self._spare.pop(at)
-        return self._allocate(num_bytes)
+        name = f"{secrets.token_hex(8)}{UNFINISHED}"
+        path = self.path / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.posix_fallocate(fd, 0, size)  # without it, a full file system shows by SIGBUS
+            mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        return _File(name, fd, mapping, data_start)
+
+    def _publish(self, file: _File, header: ShardHeader) -> None:
+        page = _page(header, num_entry_bytes=len(file.entries))
+        file.mapping[: len(page)] = page
+        name = _name(header.state, header.number)
+        with self._lock:
+            (self.path / file.name).rename(self.path / name)
+            replaced = self._own.pop(name, None)
+            if replaced is not None:
+                os.close(replaced.fd)
+            file.name = name
+            self._own[name] = file
+        fcntl.flock(file.fd, fcntl.LOCK_SH)
+
+    def _recycle(self, file: _File) -> None:
+        """Keep a file for a new copy, unless enough are kept or somebody reads it."""
+        path = self.path / file.name
+        with self._lock:
+            try:
+                fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if len(self._spare) < MAX_SPARE:
+                    name = f"{secrets.token_hex(8)}{UNFINISHED}"
+                    path.rename(self.path / name)
+                    file.name = name
+                    self._spare.append(file)
+                    return
+            except OSError:  # it is read, or gone with the folder
+                pass
+            path.unlink(missing_ok=True)
+            os.close(file.fd)
+
+
+def remove_abandoned(own: Path, *, age_s: float = ABANDONED_S) -> None:
+    """Remove what dead processes of other runs than that of the folder `own` left in shared memory, once it is that
+    old."""
+    for run in _folders(own.parent.parent):
+        for path in _folders(run) if run != own.parent else ():
+            with suppress(OSError), _alone(path) as is_free:
+                if is_free and time.time() - path.stat().st_mtime > age_s:
+                    logger.warning("removing copies that a run left in %s", path)
+                    shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            run.rmdir()
+
+
+def label(header: ShardHeader) -> str:
+    state = header.state
+    return f"copy of device {header.number} at version {state.version}, generation {state.generation}"
+
+
+def _join(path: Path) -> int:
+    """Lock of a folder, which is made if it is not there."""
+    while True:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.fstat(fd).st_nlink:
+                return fd
+            os.close(fd)  # removed meanwhile
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Whether no living process is in the folder; none enters meanwhile."""
+    try:
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [each for each in path.iterdir() if each.is_dir() and not each.is_symlink()]
+    except OSError:
+        return []
+
+
+def _unlink_unlocked(path: Path) -> None:
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(fd)
+
+
+def _name(state: StateId, number: int) -> str:
+    return f"{state.version}-{state.generation}-{number}{COPY}"
+
+
+def _state_of(name: str) -> StateId:
+    version, generation, _ = name.removesuffix(COPY).split("-")
+    return StateId(version=int(version), generation=int(generation))
+
+
+def _page(header: ShardHeader, *, num_entry_bytes: int) -> bytes:
+    fields = {
+        "state": asdict(header.state),
+        "number": header.number,
+        "num_devices": header.num_devices,
+        "num_bytes": header.num_bytes,
+        "scalars": header.scalars,
+        "num_entry_bytes": num_entry_bytes,
+    }
+    text = json.dumps(fields).encode()
+    if len(text) > PAGE - 17:
+        raise ValueError(f"{label(header)}: its header takes {len(text)} bytes, {PAGE - 17} are allowed")
+    return (xxhash.xxh3_64_hexdigest(text).encode() + text + b"\n").ljust(PAGE, b"\0")
+
+
+def _read_header(page: bytes, *, entries_of: Any) -> ShardHeader | None:
+    """Header in the first page of a file; None if that is damaged."""
+    text = page[16:].partition(b"\n")[0]
+    if xxhash.xxh3_64_hexdigest(text).encode() != page[:16]:
+        return None
+    fields = json.loads(text)
+    return header_of_json(fields, entries=json.loads(entries_of(fields.pop("num_entry_bytes"))))
+
+
+def header_of_json(fields: dict[str, Any], *, entries: Sequence[Any]) -> ShardHeader:
+    """Header of decoded JSON; a ValueError if its entries do not fit."""
+    made = tuple(
+        ShardEntry(
+            name=name,
+            kind=kind,
+            box=Box(offsets=tuple(offsets), sizes=tuple(sizes)),
+            itemsize=itemsize,
+            start_byte=start_byte,
+        )
+        for name, kind, offsets, sizes, itemsize, start_byte in entries
+    )
+    header = ShardHeader(**{**fields, "state": StateId(**fields["state"])}, entries=made)
+    _check(header)
+    return header
 
 
 def _check(header: ShardHeader) -> None:
     for entry in header.entries:
         if entry.itemsize not in _DTYPES or not 0 <= entry.start_byte <= header.num_bytes - entry.num_bytes:
-            raise ValueError(f"{_label(header)}: {entry} does not fit in {header.num_bytes} bytes of 1, 2, 4 or 8 each")
-
-
-def _label(header: ShardHeader) -> str:
-    state = header.state
-    return f"copy of device {header.number} at version {state.version}, generation {state.generation}"
+            raise ValueError(f"{label(header)}: {entry} does not fit in {header.num_bytes} bytes of 1, 2, 4 or 8 each")
