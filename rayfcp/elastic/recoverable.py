@@ -46,11 +46,12 @@ class CopiedStates:
         }
         complete = frozenset.intersection(*copied.values()) if copied else frozenset()
         here = max((state for state in (self.here, *complete) if state is not None), default=None)
+        told = replace(self, here=here, copied=copied)
         newer = {
-            device: frozenset(each for each in states if here is None or each >= here)
+            device: frozenset(each for each in states if told._since is None or each >= told._since)
             for device, states in copied.items()
         }
-        return replace(self, here=here, copied=newer)
+        return replace(told, copied=newer)
 
     def sending(self, state: StateId | None) -> "CopiedStates":
         """Return the value while this state's copies are sent; None: sending failed."""
@@ -62,6 +63,10 @@ class CopiedStates:
         newest = max(each for each in (self.away, self.under_way) if each is not None)
         return replace(self, away=newest, under_way=None)
 
+    def without_here(self) -> "CopiedStates":
+        """Return the value after somebody removed the newest copies."""
+        return replace(self, here=None, under_way=None, copied=dict.fromkeys(self.copied, frozenset()))
+
     def without_away(self) -> "CopiedStates":
         """Return the value after a node with copies of others is gone."""
         return replace(self, away=None, under_way=None)
@@ -69,8 +74,18 @@ class CopiedStates:
     @property
     def kept(self) -> KeptStates:
         """States whose copies are needed."""
-        states = frozenset(each for each in (self.away, self.under_way) if each is not None)
-        return KeptStates(since=self.here, states=states) if self.here is not None else KeptStates()
+        states = frozenset(each for each in (self.here, self.away, self.under_way) if each is not None)
+        return KeptStates(since=self._since, states=states)
+
+    @property
+    def _since(self) -> StateId | None:
+        """The oldest state that may become complete, or is. Of states that a device has skipped, for want of memory,
+        the others keep none but the newest."""
+        newest = max((each.version for states in self.copied.values() for each in states), default=None)
+        if newest is None:
+            return self.here
+        recent = StateId(version=newest - 1, generation=self.generation)
+        return recent if self.here is None else max(self.here, recent)
 
     def to_send(self, *, every: int) -> StateId | None:
         """Return the state whose copies should be sent to other nodes now, if any."""

@@ -88,7 +88,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "snapshot_seconds",
         "seconds",
-        "Last copy of all shards, from its start until snapshot stores on other nodes have it",
+        "Last copy of all shards, and its way to another node if there are several",
     ),
     _gauge(
         "recovery_seconds", "seconds", "Last recovery, from the detection of a loss to the dispatch of the next step"

@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE_S
 RELATIVE = 1e-4
 
 RUN_FILES = {"config.yaml", "steps.jsonl", "trace.json", "report.html", "profile.json", "checkpoints"}
-MAYBE_FILES = {"skipped_rows.jsonl", "counters.json", "events.jsonl", "ranks.json"}
+MAYBE_FILES = {"skipped_rows.jsonl", "counters.json", "events.jsonl", "generations.jsonl", "ranks.json"}
 
 POLL_S = 0.1
 

@@ -2,17 +2,22 @@
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from jobs.bench.faults import Moment
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
+from rayfcp.cluster.recovery.history import History
 from tests.chaos.clusters import ManyNodes, OneNode
 from tests.chaos.commands import Command, Commands
 from tests.chaos.leftovers import living
 from tests.chaos.progress import Progress
 from tests.chaos.schedule import Kind
+
+SHARED_MEMORY = Path("/dev/shm")
 
 NOTICE_S = 60.0
 """Notice that a preempted node gets."""
@@ -92,11 +97,13 @@ class FaultActions:
         os.truncate(torn, torn.stat().st_size // 2)
         for each in (*living("SnapshotStore"), *living("Worker")):
             os.kill(each.pid, signal.SIGKILL)
-        return f"{newest.name}/{torn.name}, and all workers and snapshot stores killed"
+        forget_memory(self._progress.run_dir)
+        return f"{newest.name}/{torn.name}, all workers and snapshot stores killed and their copies removed"
 
     def _remove_node(self, target: int) -> str:
         victim = _drawn(self._on_nodes(), target)
         self._nodes.remove(victim.node_id)
+        forget_memory(self._progress.run_dir, node_id=victim.node_id)
         return f"node {victim.node_id[:8]} with {_named(victim)}"
 
     def _drain(self, target: int) -> str:
@@ -105,6 +112,7 @@ class FaultActions:
         self._nodes.announce(victim.node_id, in_s=NOTICE_S)
         left_s = self._progress.within(NOTICE_S, lambda: self._progress.gone(victim.pid))
         self._nodes.remove(victim.node_id)
+        forget_memory(self._progress.run_dir, node_id=victim.node_id)
         return f"node {victim.node_id[:8]} with {_named(victim)}, left after {left_s:.1f} of {NOTICE_S:.0f} s"
 
     @property
@@ -136,3 +144,10 @@ def _drawn(victims: Sequence[Victim], target: int) -> Victim:
 
 def _named(moment: Moment) -> str:
     return f"device {moment.number} of {moment.num_devices}, process {moment.pid}"
+
+
+def forget_memory(run_dir: Path, *, node_id: str = "*") -> None:
+    """Remove the copies of a run's state on a node, or on all. Nodes of these tests are on one machine, whose memory
+    outlives them."""
+    for folder in SHARED_MEMORY.glob(f"rayfcp-*/*-{History(run_dir).run}/{node_id}"):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from rayfcp.cluster.recovery.replication import Pusher
+from rayfcp.cluster.recovery.history import History
+from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.starting import WorkerStart
@@ -18,7 +19,6 @@ from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, CollectiveFailedError
-from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 from tests.cluster.runs import run_config
 from tests.waiting import PATIENCE_S, until
@@ -28,7 +28,7 @@ class LightEngine:
     """Stand-in for the engine in a worker, with exchanges that last until they are aborted."""
 
     def __init__(self) -> None:
-        self.copies, self.aborted = HeldCopies(), threading.Event()
+        self.aborted = threading.Event()
 
     def beat(self) -> Beat:
         return Beat(step=1, num_done=0, waiting=False)
@@ -42,7 +42,7 @@ class LightWorker(DeviceWorker):
 
     def open(self) -> DeviceFacts:
         self._engine = LightEngine()
-        self._pusher = Pusher(self._engine.copies, settle=lambda: None, chunk_bytes=1000, patience_s=PATIENCE_S)
+        self._copies = self._open_copies(ray.get_runtime_context().get_node_id())
         self._facts = DeviceFacts(
             node_id=ray.get_runtime_context().get_node_id(),
             device="cpu",
@@ -76,19 +76,28 @@ class LightWorker(DeviceWorker):
     def value(self, value: int) -> int:
         return value
 
+    def folder(self) -> str:
+        """Of the copies on its node."""
+        assert self._copies is not None
+        return str(self._copies.path)
+
     def keep(self, header: ShardHeader, data: np.ndarray) -> None:
         """Accept it as a copy of its own shard."""
-        self._engine.copies.put(header, np.array(data))
-        self._pusher.offer(header, safe=None)
+        assert self._copies is not None
+        new = self._copies.begin(header)
+        new.buffer[:] = data
+        new.publish()
 
 
-def shard(version: int, *, number: int = 0, num_bytes: int = 2500, generation: int = 0) -> ShardHeader:
+def shard(
+    version: int, *, number: int = 0, num_bytes: int = 2500, generation: int = 0, num_devices: int = 1
+) -> ShardHeader:
     """A header of one vector of bytes."""
     box = Box(offsets=(0,), sizes=(num_bytes,))
     return ShardHeader(
         state=StateId(version=version, generation=generation),
         number=number,
-        num_devices=1,
+        num_devices=num_devices,
         entries=(ShardEntry(name="weight", kind="parameter", box=box, itemsize=1, start_byte=0),),
         num_bytes=num_bytes,
         scalars={},
@@ -106,17 +115,33 @@ def light_config(folder: Path, *, name: str, num_workers: int, **elastic: float)
 
 def light_start(config: Config, *, run_key: str, worker: type[DeviceWorker] = LightWorker) -> WorkerStart:
     runtime = RayRuntime(worker)
-    return WorkerStart(config, runtime=runtime, device="cpu", data_dir="", vocab_size=256, run_key=run_key)
+    copies = copies_name(run_key, light_history(config))
+    return WorkerStart(
+        config, runtime=runtime, device="cpu", data_dir="", vocab_size=256, run_key=run_key, copies=copies
+    )
+
+
+def light_history(config: Config) -> History:
+    """Of a run with one generation."""
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    history = History(Path(config.run_dir))
+    if history.last < 0:
+        history.begin(0, version=0)
+    return history
+
+
+def light_stores(config: Config, *, run_key: str) -> SnapshotStores:
+    return SnapshotStores(config, runtime=RayRuntime(), run_key=run_key, history=light_history(config))
 
 
 def copies_at(holders: Mapping[str, Any]) -> list[ShardCopy]:
-    """Complete copies that these workers or snapshot stores hold, by names of theirs; the dead hold none."""
+    """Copies on the nodes of these workers or snapshot stores, by node; the dead tell of none."""
     calls = {id: holder.headers.remote() for id, holder in holders.items()}
     found: list[ShardCopy] = []
     for id, call in calls.items():
         with suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
             headers = ray.get(call, timeout=PATIENCE_S)
-            found += [ShardCopy(header=header, holder=holders[id], holder_id=id) for header in headers]
+            found += [ShardCopy(header=header, holder=holders[id], node_id=id) for header in headers]
     return found
 
 

@@ -4,6 +4,7 @@ Writes what it finds as JSON to the file it is given, for `test_nodes`.
 """
 
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -19,23 +20,25 @@ from ray.core.generated import autoscaler_pb2
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.calls import RanksLostError
-from rayfcp.cluster.workers.facts import Waited
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers
-from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard
+from tests.cluster.light import LightWorker, bytes_of, light_config, light_start, light_stores, shard
 from tests.forks.patience import nodes_may_take_long
 from tests.waiting import PATIENCE_S, until
 
 DRAIN_S = 60.0
 
 
-def keep_a_copy(worker_group: WorkerGroup) -> None:
-    """Each device its own, at its snapshot store."""
-    for number, worker in enumerate(worker_group.workers):
-        header = shard(1, number=number)
-        worker.keep.remote(header, bytes_of(header))
-    found = [worker.await_kept.remote(shard(1).state, timeout_s=PATIENCE_S) for worker in worker_group.workers]
-    assert set(ray.get(found)) == {Waited.KEPT}
+def send_copies(worker_group: WorkerGroup, snapshot_stores: SnapshotStores) -> bool:
+    """Each device makes one, and each node sends those of its own to the other; whether they arrived."""
+    numbers: dict[str, list[int]] = {}
+    for number, member in enumerate(worker_group.members):
+        header = shard(1, number=number, num_devices=2)
+        ray.get(member.handle.keep.remote(header, bytes_of(header)))
+        numbers.setdefault(member.facts.node_id, []).append(number)
+    until(lambda: (pushes := snapshot_stores.push(header.state, numbers)) is not None and bool(ray.get(pushes)))
+    headers = ray.get([store.headers.remote() for store in snapshot_stores.stores.values()])
+    return [[each.number for each in found] for found in headers] == [[0, 1], [0, 1]]
 
 
 def drained(cluster: Cluster, node: Any) -> dict[str, Any]:
@@ -58,15 +61,12 @@ def main() -> None:
     config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
     worker_group, pending = WorkerGroup(start, start.open_all()), PendingWorkers(start)
-    snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="k")
+    snapshot_stores = light_stores(config, run_key="nodes")
     snapshot_stores.assign(worker_group.members)
     worker_group.kill_process = snapshot_stores.kill
-    keep_a_copy(worker_group)
     found: dict[str, Any] = {"spread": len({fact.node_id for fact in worker_group.facts})}
+    found["kept_elsewhere"] = send_copies(worker_group, snapshot_stores)
     node_of = {number: fact.node_id for number, fact in enumerate(worker_group.facts)}
-    found["kept_elsewhere"] = all(
-        node_of[source.header.number] != source.holder_id for source in copies_at(snapshot_stores.stores)
-    )
     pending.want(1, in_use=2)
     found["pending"] = [len(pending.requested_s), len(pending.ready())]
     third = cluster.add_node(num_cpus=1)
@@ -75,14 +75,17 @@ def main() -> None:
     found["recruited_on_new_node"] = joined[0].facts.node_id == third.node_id
     worker_group.standby += joined
     found["drain"] = drained(cluster, third)
-    refs = [worker.exchange.remote() for worker in worker_group.workers]
     lost_number = next(number for number, node in node_of.items() if node == second.node_id)
+    memory = Path(ray.get(worker_group.workers[lost_number].folder.remote()))
+    refs = [worker.exchange.remote() for worker in worker_group.workers]
     cluster.remove_node(second, allow_graceful=False)
+    shutil.rmtree(memory)  # as with a real node
     try:
         worker_group.get(refs)
     except RanksLostError as error:
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
-    found["copies_left"] = sorted(source.header.number == lost_number for source in copies_at(snapshot_stores.stores))
+    left = snapshot_stores.newest_state(worker_group.all, up_to=1)
+    found["copies_left"] = [copy.node_id != second.node_id for copy in left.copies]
     found["living"] = ray.get([worker.value.remote(5) for worker in worker_group.workers], timeout=PATIENCE_S)
     pending.end()
     worker_group.end()

@@ -42,7 +42,11 @@ def run_config(folder: Path, *, name: str, **sections: dict[str, Any]) -> Config
         "cluster": {"device": "cpu", "num_workers": 2},
         "train": {"steps": 10, "lr_schedule": "constant"},
         "metrics": {"peak_flops": 1e11},  # or each worker works for a second to measure it
-        "elastic": {"start_timeout_s": PATIENCE_S, "collective_timeout_s": PATIENCE_S},
+        "elastic": {
+            "start_timeout_s": PATIENCE_S,
+            "collective_timeout_s": PATIENCE_S,
+            "snapshot_dir": str(folder),
+        },
     }
     for section, values in sections.items():
         raw.setdefault(section, {}).update(values)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from rayfcp.cluster.recovery.replication import SnapshotStore
+from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.cluster.recovery.stores import SnapshotStores
-from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.lifetime import OrphanWatch
@@ -19,7 +18,7 @@ from rayfcp.cluster.workers.starting import PendingWorkers, keep_alive
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import ClusterSpec
-from tests.cluster.light import LightWorker, free_cpus_again, light_config, light_start
+from tests.cluster.light import LightWorker, free_cpus_again, light_config, light_start, light_stores
 from tests.cluster.processes import lives
 from tests.waiting import PATIENCE_S, until
 
@@ -40,7 +39,7 @@ def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, Snaps
             WorkerGroup(start, start.open_all()),
             PendingWorkers(start),
         )
-        snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="losses")
+        snapshot_stores = light_stores(config, run_key="losses")
         worker_group.kill_process = snapshot_stores.kill
         yield worker_group, pending, snapshot_stores
         pids = [fact.pid for fact in worker_group.facts]
@@ -157,7 +156,7 @@ def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:
     with free_cpus_again():
         start = light_start(config, run_key="orphans", worker=ImpatientWorker)
         worker_group = WorkerGroup(start, start.open_all())
-        store = ray.remote(ImpatientStore).options(num_cpus=0).remote(orphan_s=PATIENCE_S)
+        store = ray.remote(ImpatientStore).options(num_cpus=0).remote(config, run="orphans")
         ray.get(worker_group.workers[0].outlive_a_watch.remote())
         start._held.pop(worker_group.members[0].id)
         orphans = ray.get([each.orphan_in.remote(0.2) for each in (worker_group.workers[0], store)])

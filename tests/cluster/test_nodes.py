@@ -29,5 +29,5 @@ def test_stores_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
     assert found["drain"]["is_it"]
     assert found["drain"]["left_s"] == pytest.approx(60, abs=0.01)
     assert found["lost"] == [[True, "node"]]
-    assert found["copies_left"] == [True], "the lost device's, on the node that lives"
+    assert found["copies_left"] == [True, True], "the lost device's too, on the node that lives"
     assert found["living"] == [5]

@@ -10,7 +10,7 @@ from rayfcp.values import ShardHeader, StateId
 from tests.examples import examples
 
 
-def copy(version: int, number: int, *, of: int, where: str, generation: int = 0, is_store: bool = False) -> ShardCopy:
+def copy(version: int, number: int, *, of: int, where: str, generation: int = 0) -> ShardCopy:
     header = ShardHeader(
         state=StateId(version=version, generation=generation),
         number=number,
@@ -19,25 +19,23 @@ def copy(version: int, number: int, *, of: int, where: str, generation: int = 0,
         num_bytes=0,
         scalars={},
     )
-    return ShardCopy(header=header, holder=None, holder_id=where, is_store=is_store)
+    return ShardCopy(header=header, holder=None, node_id=where)
 
 
 @st.composite
 def copies(draw: st.DrawFn) -> list[ShardCopy]:
-    """Copies of up to three versions in two generations, on three workers and two snapshot stores; some complete, most
-    not."""
+    """Copies of up to three versions in two generations, on three nodes; some complete, most not."""
     sizes = {generation: draw(st.integers(1, 3)) for generation in (0, 1)}
     found = []
     for _ in range(draw(st.integers(0, 14))):
-        generation, store = draw(st.integers(0, 1)), draw(st.booleans())
+        generation = draw(st.integers(0, 1))
         found.append(
             copy(
                 draw(st.integers(3, 5)),
                 draw(st.integers(0, sizes[generation] - 1)),
                 of=sizes[generation],
-                where=f"k{draw(st.integers(0, 1))}" if store else f"w{draw(st.integers(0, 2))}",
+                where=f"n{draw(st.integers(0, 2))}",
                 generation=generation,
-                is_store=store,
             )
         )
     return found
@@ -66,15 +64,14 @@ def test_newest_is_what_trying_all_finds(held: list[ShardCopy], up_to: int) -> N
     for copy in found.copies:
         mine = [each for each in held if (each.header.state, each.header.number) == (found.state, copy.header.number)]
         assert copy in mine
-        assert copy.is_store == all(each.is_store for each in mine), "a snapshot store was taken before a worker"
 
 
 def test_the_reason_says_what_newer_states_lack() -> None:
     held = [copy(7, 0, of=3, where="w0"), copy(7, 2, of=3, where="w2")]
     held += [copy(6, number, of=3, where=f"w{number}") for number in (0, 2)]
-    held += [copy(6, 1, of=3, where="k0", is_store=True)]
+    held += [copy(6, 1, of=3, where="w0")]
     assert newest(held, up_to=9).reason == (
-        "the state after step 6 (generation 0) has all 3 shards in memory, 1 of them only at snapshot stores; "
+        "the state after step 6 (generation 0) has all 3 shards in the memory of 2 nodes; "
         "the state after step 7 (generation 0) lacks shard 1 of 3"
     )
 
@@ -102,3 +99,9 @@ def test_the_same_version_of_a_later_generation_is_newer_and_they_never_mix() ->
     assert newest(held[:2], up_to=9).state == StateId(version=4, generation=0)
     mixed = [copy(4, 0, of=2, where="w0"), copy(4, 1, of=2, where="w1", generation=1)]
     assert newest(mixed, up_to=9).state is None
+
+
+def test_a_state_of_steps_that_the_run_went_back_from_is_none() -> None:
+    held = [copy(5, 0, of=1, where="w0"), copy(4, 0, of=1, where="w1")]
+    found = newest(held, up_to=9, belongs=lambda state: state.version < 5)
+    assert found.state == StateId(version=4, generation=0)

@@ -16,8 +16,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from rayfcp.execute.state import snapshots
 from rayfcp.values import devices
 
 GIB = 1 << 30
@@ -346,9 +349,21 @@ class Accelerator:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which tensors may be on the device."""
-        with self.mode:
+        """Context in which tensors may be on the device; this thread also does what is for other threads."""
+        with self.mode, mock.patch.object(snapshots, "ThreadPoolExecutor", _HereAndNow):
             yield
+
+
+class _HereAndNow(ThreadPoolExecutor):
+    """Does what is submitted at once: another thread would not have the mode of fake tensors."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 _LIBRARY = torch.library.Library("_", "IMPL")

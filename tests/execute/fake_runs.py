@@ -26,6 +26,7 @@ from rayfcp.execute.devices.backend import backend_of, resolve_device
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.kernels import Pairs
 from rayfcp.execute.parallel.groups import MeshPosition
+from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Source
 from rayfcp.models.build import Initializer, sharded_model
 from rayfcp.models.describe import model_config, profile_of
@@ -56,7 +57,8 @@ def joined(at: Accelerator, position: MeshPosition, *, dtype: str = "bfloat16") 
     layers = (2,) if position.num_stages == 1 else (1, 1)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(Path(folder), LENGTHS, vocab_size=VOCAB, seed=0)
-        engine = RankEngine(config, device=at.device, data_dir=str(Path(folder) / "shards"))
+        copies = CopyFolder(Path(folder) / "copies")
+        engine = RankEngine(config, device=at.device, data_dir=str(Path(folder) / "shards"), copies=copies)
         engine.join(
             position,
             store=dist.HashStore,
@@ -90,7 +92,7 @@ def rings(at: Accelerator) -> Found:
         ran = at.operators.copy()
         report = step(engine, program_of(3), 2, snapshot=StateId(version=2, generation=0))
         ran = at.operators - ran
-        engine.settle()
+        assert engine.copies is not None
         held = [header.num_bytes for header in engine.copies.headers()]
         owned = sum(each.to_local().numel() for each in engine.generation.module.parameters())
         engine.rehearse(program_of(3, recomputed=0), _Numbers())
@@ -102,6 +104,7 @@ def rings(at: Accelerator) -> Found:
         "spans": [each.label for each in report.spans],
         "message_s": report.message_s,
         "held": held,
+        "copied": report.copied == StateId(version=2, generation=0),
         "owned": owned,
         "aborted": aborted,
         "memory": report.memory_bytes,
@@ -123,13 +126,14 @@ def one_rank(at: Accelerator) -> Found:
     state = StateId(version=1, generation=0)
     with joined(at, MeshPosition(rank=0, num_ranks=1)) as engine, tempfile.TemporaryDirectory() as folder:
         report = step(engine, program_of(1), 1, snapshot=state)
-        engine.settle()
-        (header,) = engine.copies.headers()
+        copies = engine.copies
+        assert copies is not None
+        (header,) = copies.headers()
         engine.begin_save(f"{folder}/saved")
         saved = engine.finish_save()
         assert saved is not None
         engine.load(f"{folder}/saved")
-        engine.fill([Source(header=header, pieces=lambda wanted: engine.copies.pieces(state, 0, wanted=wanted))])
+        engine.fill([Source(header=header, pieces=lambda wanted: copies.pieces(state, 0, wanted=wanted))])
         kinds = sorted({entry.kind for entry in header.entries})
         again = step(engine, program_of(1), 2)
     return {"loss": [report.loss, again.loss], "saved": [len(saved.files), saved.error], "kinds": kinds}

@@ -1,7 +1,6 @@
-"""One device through generation after generation, with copies kept in a folder by chunks."""
+"""One device through generation after generation, with copies in one folder of all devices' processes."""
 
 import os
-import pickle
 import signal
 import threading
 import time
@@ -21,12 +20,12 @@ from rayfcp.config import Config
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError, DeviceReport
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Source
 from rayfcp.models.build import sharded_model
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
-from rayfcp.values.state import ShardHeader, StateId
+from rayfcp.values.state import KeptStates, ShardHeader, StateId
 from tests.execute.pipelined import pipelined
 
 CPU = torch.device("cpu")
@@ -70,7 +69,8 @@ class Device:
 
     def __init__(self, config: Config, data: Dataset, *, folder: Path) -> None:
         self._config, self._data, self._folder = config, data, folder
-        self.engine = RankEngine(config, device=CPU, data_dir=str(folder / "shards"))
+        self.copies = CopyFolder(folder / "copies")
+        self.engine = RankEngine(config, device=CPU, data_dir=str(folder / "shards"), copies=self.copies)
 
     def join(self, position: MeshPosition, *, store: dist.Store, empty: bool) -> None:
         total = self._data.library.num_hidden_layers
@@ -103,34 +103,13 @@ class Device:
         program = programs[position.stage * position.num_ranks + position.rank]
         return self.engine.run_step(program, batch, plan_hash=program.plan_hash, **options)
 
-    def push(self, header: ShardHeader) -> None:
-        chunks = self.engine.copies.chunks(header.state, header.number, chunk_bytes=10_000)
-        kept = pickle.dumps((header, [(at, bytes(part), check) for at, part, check in chunks]))
-        path = self._path(header.state, header.number)
-        path.with_suffix(".part").write_bytes(kept)
-        path.with_suffix(".part").rename(path)
-
     def fill(self, state: StateId) -> None:
-        own = self.engine.copies
-        mine = {header.number for header in own.headers() if header.state == state}
-        sources = [self._source(own, header) for header in own.headers() if header.state == state]
-        for path in sorted(self._folder.glob(f"{state.version}-{state.generation}-*.copy")):
-            header, chunks = pickle.loads(path.read_bytes())
-            if header.number not in mine:
-                store = HeldCopies()
-                store.begin(header)
-                for at, part, check in reversed(chunks):
-                    store.write(header.state, header.number, offset=at, data=part, checksum=check)
-                sources.append(self._source(store, header))
-        self.engine.fill(sources)
+        """From all copies of a state, also those whose writers are dead."""
+        self.engine.fill([self._source(header) for header in self.copies.headers() if header.state == state])
 
-    @staticmethod
-    def _source(copies: HeldCopies, header: ShardHeader) -> Source:
-        ask = partial(copies.pieces, header.state, header.number)
+    def _source(self, header: ShardHeader) -> Source:
+        ask = partial(self.copies.pieces, header.state, header.number)
         return Source(header=header, pieces=lambda wanted: ask(wanted=wanted))
-
-    def _path(self, state: StateId, number: int) -> Path:
-        return self._folder / f"{state.version}-{state.generation}-{number}.copy"
 
 
 class Member(Device):
@@ -154,7 +133,8 @@ class Member(Device):
         self.join(position, store=dist.PrefixStore(str(index), self._client), empty=index > 0)
         if index > 0:
             self.fill(StateId(version=before, generation=index - 1))
-        self.push(self.engine.take_snapshot(StateId(version=before, generation=index)))
+        state = StateId(version=before, generation=index)
+        assert self.engine.take_snapshot(state) == state
         for step in generation.steps:
             self._step(step, index=index)
         if generation.end == "leave":
@@ -163,12 +143,12 @@ class Member(Device):
             self._end(generation.steps[-1] + 1, index=index, generation=generation)
 
     def _step(self, step: int, *, index: int) -> None:
-        report = self.step(
-            step,
-            snapshot=StateId(version=step, generation=index),
-            safe=StateId(version=step - 2, generation=index),
-            on_copy=self.push,
-        )
+        state, oldest = (StateId(version=version, generation=index) for version in (step, step - 2))
+        kept = KeptStates(since=oldest)
+        report = self.step(step, snapshot=state, kept=kept)
+        assert report.copied == state
+        if self.position.device == 0:
+            self.copies.drop(kept, of_dead=True)  # all have taken up what they need: they have made a step
         beat = self.engine.beat()
         self.found.append(
             {
@@ -177,7 +157,7 @@ class Member(Device):
                 "loss": report.loss,
                 "norm": report.grad_norm,
                 "snapshot_s": report.snapshot_s,
-                "copies": len(self.engine.copies.headers()),
+                "copies": len([*self.copies.path.glob("*.*")]),
                 "beat": (beat.step, beat.waiting, beat.num_done > 0),
                 "threads": len(list(Path("/proc/self/task").iterdir())),
                 "files": len(list(Path("/proc/self/fd").iterdir())),

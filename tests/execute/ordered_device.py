@@ -2,14 +2,15 @@
 
 `install` makes it known to torch and to rayfcp for the rest of the process: call it in a process of its own. A device
 belongs to one rank, which is a thread (`on_device`). Operators run at once on the CPU. What is recorded is the stream
-that an accelerator would run them in, and the memory that they read and write by their schemas.
+that an accelerator would run them in, and the memory that they read and write by their schemas. Other threads of the
+host are in `tests.execute.ordered_threads`.
 """
 
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rayfcp.execute.devices.cuda import CudaBackend, CudaKernel
@@ -29,7 +31,7 @@ from rayfcp.execute.parallel import transport as transports
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.values.devices import CUDA, DEVICES
 from tests.execute import fake_aten, fake_cutlass
-from tests.execute.ordering import HOST, Clock, Memory, Ordering
+from tests.execute.ordering import HOST, Clock, Memory, Ordering, host
 
 NAME = "ordered"
 COMPUTE = "compute"
@@ -43,12 +45,13 @@ UNDECLARED = ("c10d::", "fsdp::all_gather_copy_in")
 
 class Device:
     """What is recorded of one device. `waits`: what its host has waited for; `pinned`: memory of the host that streams
-    read and write while the host goes on, by address."""
+    or several of its threads use, by address; `at_end`: called when the rank has ended."""
 
     def __init__(self, index: int) -> None:
         self.index, self.order = index, Ordering()
         self.waits: list[str] = []
         self.pinned: dict[int, Memory] = {}
+        self.at_end: list[Callable[[], None]] = []
         self.num_memories = self.num_streams = 0
 
     def memory(self, home: str, what: str) -> Memory:
@@ -59,12 +62,13 @@ class Device:
 
     def host_waits(self, clock: Clock, what: str) -> None:
         self.waits.append(what)
-        self.order.wait(HOST, clock)
+        self.order.wait(host(), clock)
 
-    def host_reads(self, buffer: "np.ndarray[Any, Any]", what: str) -> None:
-        """Record that the host uses pinned memory."""
-        self.order.enqueue(HOST)
-        self.order.access(HOST, self.pinned[buffer.ctypes.data], write=False, what=what)
+    def host_uses(self, address: int, span: tuple[int, int] | None = None, *, write: bool = False, what: str) -> None:
+        """Record that a thread of the host uses memory, if it is of those in `pinned`."""
+        if address in self.pinned:
+            self.order.enqueue(host())
+            self.order.access(host(), self.pinned[address], span, write=write, what=what)
 
 
 _devices: list[Device] = []
@@ -84,6 +88,8 @@ def on_device() -> Iterator[Device]:
     _here.index, _here.stream = found.index, COMPUTE
     with torch.autograd.set_multithreading_enabled(False):
         yield found
+        for each in found.at_end:
+            each()
 
 
 class Stream:
@@ -138,9 +144,9 @@ class Event:
 
     def query(self) -> bool:
         if self._was_asked:
-            self._of.order.wait(HOST, self._clock or {})
+            self._of.order.wait(host(), self._clock or {})
         self._was_asked = True
-        return self._of.order.knows(HOST, self._clock or {})
+        return self._of.order.knows(host(), self._clock or {})
 
     def elapsed_time(self, other: "Event") -> float:
         assert self._has_time and other._has_time
@@ -343,6 +349,18 @@ class _Call:
 
     def _access(self, memory: Memory, tensor: Tensor, *, write: bool) -> None:
         self._device.order.access(self._stream, memory, _span(tensor), write=write, what=self.name)
+
+
+class HostOperators(TorchDispatchMode):
+    """Records what operators of the host alone read and write in pinned memory."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used = [*_used(function, args, kwargs or {})]
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in function._schema.returns)
+        if not is_view and not any(isinstance(each, OrderedTensor) for each, _ in used):
+            for tensor, write in used:
+                here().host_uses(_address(tensor), _span(tensor), write=write, what=function._opname)
+        return function(*args, **(kwargs or {}))
 
 
 def _pinned(tensor: Tensor, *_: Any) -> Tensor:

@@ -6,6 +6,7 @@ attention and a single process: what is checked is what a step really does.
 
 import copy
 import functools
+import itertools
 import json
 import math
 import sys
@@ -36,13 +37,14 @@ from rayfcp.execute.optimization import make_optimizer, totals, update
 from rayfcp.execute.parallel import transport as transports
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.transport import AttentionStats, DistributedTransport, Fabric, Pipes
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state import snapshots as snapshot_module
+from rayfcp.execute.state.copies import CopyFolder, NewCopy
 from rayfcp.execute.state.snapshots import Snapshots
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.program import Piece, Receive, Send, StageFlow, lower, lower_reshuffle
 from rayfcp.values import Block, GlobalBatch, Layout, Round, Sample, Transfer
-from rayfcp.values.state import ShardHeader, StateId
-from tests.execute import ordered_device, staged
+from rayfcp.values.state import KeptStates, ShardHeader, StateId
+from tests.execute import ordered_device, ordered_threads, staged
 from tests.execute.cases import (
     ARCHITECTURE,
     SEED,
@@ -56,7 +58,9 @@ from tests.execute.cases import (
 )
 from tests.execute.dense import dense, random_tensors, run_ranks
 from tests.execute.layouts import over_runs, plan_of, random_layout, ring
-from tests.execute.ordered_device import Device, Group, Stream, here, on_device
+from tests.execute.ordered_device import Device, Event, Group, Stream, here, on_device
+from tests.execute.ordered_threads import Executor
+from tests.execute.ordering import HOST, host
 from tests.masks import specs
 from tests.program.helpers import forwards
 
@@ -147,12 +151,17 @@ def reshuffle() -> list[Device]:
     return attend(layout, [50, 33], theirs=theirs)
 
 
-class Copies(HeldCopies):
-    """What is put here may be read, and sent elsewhere, at any time."""
+class Copies(CopyFolder):
+    """What is published here may be read, and sent elsewhere, at any time."""
 
-    def put(self, header: ShardHeader, buffer: "np.ndarray[Any, Any]") -> None:
-        here().host_reads(buffer, "put")
-        super().put(header, buffer)
+    def begin(self, header: ShardHeader) -> NewCopy:
+        new = super().begin(header)
+        here().pinned[new.buffer.ctypes.data] = here().memory(HOST, "a copy")
+        return new
+
+    def _publish(self, file: Any, header: ShardHeader) -> None:
+        here().host_uses(np.frombuffer(file.mapping, np.uint8)[file.data_start :].ctypes.data, what="publish")
+        super()._publish(file, header)
 
 
 RINGS = Case(
@@ -177,12 +186,13 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
         transport, kernel = DistributedTransport(group), pick_kernel(ordered_device.NAME)
         interpreter = Interpreter(transport=transport, kernel=kernel, model=model, device=device)
         optimizer, place = make_optimizer(model, TrainConfig()), MeshPosition(rank=0, num_ranks=1)
-        copies = Copies(allocate=ordered_device.BACKEND.allocate_host)
+        copies = Copies(Path(folder) / str(rank))
         snapshots = Snapshots(model, optimizer, position=place, copies=copies)
         alone = SimpleNamespace(
             position=place, device=device, tensor=None, pipe_forward=None, sum=ordered_device.all_reduce
         )
         for version in range(num_steps):
+            copies.drop(KeptStates(since=StateId(version=version - 1, generation=0)))
             optimizer.zero_grad(set_to_none=True)
             done = interpreter.enqueue(programs[rank], CaseTokens(case), loss_scale=1.0 / case.num_targets)
             grads = {name: each.grad.inner.clone() for name, each in model.named_parameters()}
@@ -195,9 +205,16 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
             found.setdefault(rank, (done.read().loss_sum, grads))
         snapshots.settle()
 
-    devices = on_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
+    with TemporaryDirectory() as folder:
+        devices = on_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
     assert_same(*_summed(found, case.num_targets), want=expected(case, "float32"), dtype="float32")
     return devices
+
+
+def late_copies() -> list[Device]:
+    """Steps that end before the thread that copies the state has begun to."""
+    with mock.patch.object(Executor, "is_late", True):
+        return steps(ALONE, num_steps=4)
 
 
 def _summed(found: dict[int, tuple[float, Gradients]], num_targets: int) -> tuple[float, Gradients]:
@@ -226,13 +243,10 @@ def engine() -> list[Device]:
         member = SimpleNamespace(
             join=lambda *_, **__: groups, forget=lambda: None, check_alive=lambda: None, is_aborted=False
         )
-        with (
-            TemporaryDirectory() as folder,
-            mock.patch.object(engines, "Membership", lambda *_, **__: member),
-            mock.patch.object(engines, "HeldCopies", Copies),
-        ):
+        with TemporaryDirectory() as folder, mock.patch.object(engines, "Membership", lambda *_, **__: member):
             random_shards(Path(folder), case.lengths, vocab_size=VOCAB, seed=0)
-            one = engines.RankEngine(config, device=device, data_dir=f"{folder}/shards")
+            copies = Copies(Path(folder) / "copies")
+            one = engines.RankEngine(config, device=device, data_dir=f"{folder}/shards", copies=copies)
             make = functools.partial(sharded_model, library_config("bfloat16"), run=config.model, seed=SEED)
             one.join(
                 place,
@@ -246,7 +260,7 @@ def engine() -> list[Device]:
                 copy = StateId(version=step, generation=0)
                 report = one.run_step(program, batch, plan_hash=program.plan_hash, snapshot=copy)
                 assert math.isfinite(report.loss) and report.grad_norm > 1e-3
-            one.settle()
+            assert one.take_snapshot(copy) == copy
         dist.destroy_process_group()
 
     return on_ranks(work, num_ranks=1, fabric=Fabric(1))
@@ -299,7 +313,7 @@ def stages() -> list[Device]:
     return devices
 
 
-RUNS = (zigzag_ring, relays, scattered_blocks, heads, reshuffle, hand_overs, stages, steps, engine)
+RUNS = (zigzag_ring, relays, scattered_blocks, heads, reshuffle, hand_overs, stages, steps, late_copies, engine)
 
 Plant = Callable[[], Any]
 
@@ -324,9 +338,17 @@ def _own_stream(self: DistributedTransport, *, after_compute: bool) -> Iterator[
 def _at_once(self: Snapshots) -> None:
     """`settle` that publishes what may still be copied."""
     if self._pending is not None:
-        header, buffer, _ = self._pending
-        self._copies.put(header, buffer)
-        self._pending = None
+        (new, _), self._pending = self._pending, None
+        self._publish(new)
+
+
+_synchronize = Event.synchronize
+
+
+def _wait_in_main(self: Event) -> None:
+    """`Event.synchronize` that does nothing in other threads."""
+    if host() == HOST:
+        _synchronize(self)
 
 
 def _unsynchronized(self: EventClock, *marks: Any) -> tuple[float, ...]:
@@ -359,11 +381,16 @@ PLANTS: dict[str, tuple[Callable[[], list[Device]], Plant]] = {
     "streams share row numbers": (
         scattered_blocks, lambda: mock.patch.object(schedules, "rows_of", _shared)),
     "the host reads a copy that is on its way": (
-        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Snapshots, "settle", _at_once)),
+        lambda: steps(ALONE, num_steps=2),
+        lambda: mock.patch.multiple(Snapshots, settle=_at_once, _settle_later=lambda *_: None)),
+    "a pinned buffer is emptied before it is full": (
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Event, "synchronize", _wait_in_main)),
+    "a pinned buffer is filled before it is empty": (
+        late_copies, lambda: mock.patch.object(itertools, "cycle", lambda buffers: itertools.repeat(buffers[0]))),
     "an update does not wait for the copy": (
         lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Snapshots, "hold_update", lambda self: None)),
     "a copy does not wait for the update": (
-        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Stream, "wait_stream", lambda *_: None)),
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Stream, "wait_event", lambda *_: None)),
     "computation does not wait for gathered parameters": (
         engine, lambda: mock.patch.object(Stream, "wait_event", lambda *_: None)),
     "the host reads times that have not come": (
@@ -376,7 +403,11 @@ def main(path: str) -> None:
     """Write the faults of each run and of each plant."""
     torch.set_num_threads(1)
     found = {}
-    with ordered_device.install():
+    with (
+        ordered_device.install(),
+        ordered_threads.installed(),
+        mock.patch.object(snapshot_module, "BOUNCE_BYTES", 4096),  # so that most tensors take several turns
+    ):
         for run in RUNS:
             found[run.__name__] = [*dict.fromkeys(fault for device in run() for fault in device.order.faults)]
         for name, (run, plant) in PLANTS.items():

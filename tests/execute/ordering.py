@@ -1,21 +1,45 @@
-"""Happens-before checker of one accelerator: its streams, its host, and the memory that they share.
+"""Happens-before checker of one accelerator: its streams, its host's threads, and the memory that they share.
 
-Kernels of a stream run in the order enqueued, each after what its host knew when it enqueued it. Everything else needs
-an event, a synchronization or the allocator. A vector clock per stream, and one of the host, hold what has happened
-before; an access that is not ordered against an earlier one of the same bytes, one of the two being a write, is a
-fault. So is memory that goes back to its allocator under a stream that may still use it.
+Kernels of a stream run in the order enqueued, each after what the host's thread knew that enqueued it. Everything else
+needs an event, a synchronization or the allocator; between threads of the host, a lock or a future. A vector clock per
+stream, and one per thread, hold what has happened before; an access that is not ordered against an earlier one of the
+same bytes, one of the two being a write, is a fault. So is memory that goes back to its allocator under a stream that
+may still use it.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 HOST = "host"
 Actor = str
-"""`HOST`, or the name of a stream. A communicator is a stream of its own."""
+"""`HOST`, the host's main thread; the name of another, which begins so; or that of a stream. A communicator is a stream
+of its own."""
 Clock = Mapping[Actor, int]
 _ALL = 1 << 62
 """More bytes than any memory has."""
+
+_running = threading.local()
+
+
+def host() -> Actor:
+    """The host's thread that runs here."""
+    return getattr(_running, "host", HOST)
+
+
+@contextmanager
+def host_thread(name: Actor) -> Iterator[None]:
+    """Context of what another thread of the host does."""
+    outer, _running.host = host(), name
+    try:
+        yield
+    finally:
+        _running.host = outer
+
+
+def is_host(actor: Actor) -> bool:
+    return actor.startswith(HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +102,10 @@ class Ordering:
             return all(own.get(other, 0) >= time for other, time in clock.items())
 
     def enqueue(self, actor: Actor) -> None:
-        """Begin an operation of `actor`, which comes after what the host knows."""
+        """Begin an operation of `actor`, which comes after what the host's thread knows."""
         with self._lock:
-            if actor != HOST:
-                self.wait(actor, self._clock(HOST))
+            if not is_host(actor):
+                self.wait(actor, self._clock(host()))
             own = self._clock(actor)
             own[actor] = own.get(actor, 0) + 1
 
@@ -105,7 +129,7 @@ class Ordering:
 
     def read_result(self, clock: Clock | None, *, what: str) -> None:
         """Use on the host what is there once `clock` has happened; None: it was never enqueued."""
-        if clock is None or not self.knows(HOST, clock):
+        if clock is None or not self.knows(host(), clock):
             self.faults[f"{what} is read on the host before it has happened"] = None
 
     def allocate(self, memory: Memory) -> None:
@@ -120,7 +144,8 @@ class Ordering:
         """Return memory to its allocator, or to the operating system: whoever gets it next comes after what its home
         and the host know now, and after recorded streams."""
         with self._lock:
-            used = [old for old in memory.accesses if old.actor not in (memory.home, HOST, *memory.recorded)]
+            known = (memory.home, *memory.recorded)
+            used = [old for old in memory.accesses if old.actor not in known and not is_host(old.actor)]
             left = self._not_over(memory.home, used)
             if memory.home in self.reusing:
                 late = sorted((*left, *self.reusing[memory.home].values()), key=lambda old: old.time)
@@ -130,9 +155,9 @@ class Ordering:
                     self._add(f"freed for {memory.home}", old, memory)
 
     def _not_over(self, actor: Actor, accesses: Iterable[Access]) -> list[Access]:
-        """Those that neither `actor` nor the host knows to be over."""
-        own, host = self._clock(actor), self._clock(HOST)
-        return [old for old in accesses if max(own.get(old.actor, 0), host.get(old.actor, 0)) < old.time]
+        """Those that neither `actor` nor the host's thread knows to be over."""
+        own, here = self._clock(actor), self._clock(host())
+        return [old for old in accesses if max(own.get(old.actor, 0), here.get(old.actor, 0)) < old.time]
 
     def _add(self, now: str, old: Access, memory: Memory) -> None:
         before = f"{_done(old.is_write)} in {old.actor} by {old.what}"

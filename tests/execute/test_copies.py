@@ -1,8 +1,12 @@
-"""Copies in host memory against plain arrays: parts of random boxes, chunks in any order, torn ones invisible."""
+"""Copies of shards in shared memory: parts of random boxes, what is seen and what stays, and how much memory it takes.
+Other processes that write, read and die meanwhile: `test_copies_of_others`."""
 
-import threading
-import zlib
+import errno
+import os
+import stat
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -10,30 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.state.copies import MAX_SPARE, HeldCopies
-from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.execute.state.copies import MAX_SPARE, PAGE, CopyFolder, CopyGoneError, copies_folder
+from rayfcp.values.state import Box, KeptStates, StateId
+from tests.examples import examples
+from tests.execute.copying import (
+    Key,
+    contents,
+    ended,
+    files,
+    found,
+    header_of,
+    num_open,
+    process,
+    since,
+    vector,
+    write,
+)
 
 DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def header_of(
-    tensors: list[tuple[Box, int]], *, version: int = 1, generation: int = 0, number: int = 0, pad: int = 0
-) -> ShardHeader:
-    entries, at = [], 0
-    for index, (box, itemsize) in enumerate(tensors):
-        entry = ShardEntry(name=f"t{index}", kind="parameter", box=box, itemsize=itemsize, start_byte=at)
-        entries.append(entry)
-        at += entry.num_bytes + pad
-    state = StateId(version=version, generation=generation)
-    return ShardHeader(state=state, number=number, num_devices=4, entries=tuple(entries), num_bytes=at, scalars={})
-
-
-def random_bytes(size: int, *, seed: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-
-
-def cut(size: int, chunk: int) -> list[tuple[int, int]]:
-    return [(start, min(start + chunk, size)) for start in range(0, size, chunk)]
 
 
 @st.composite
@@ -64,150 +62,182 @@ def test_boxes_meet_where_both_have_elements(data: st.DataObject) -> None:
 @given(st.data())
 def test_pieces_are_what_slices_of_the_whole_are(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.tuples(boxes(), st.sampled_from(sorted(DTYPES))), min_size=1, max_size=3))
-    header = header_of(shapes, pad=data.draw(st.sampled_from((0, 8, 64))))
-    raw = random_bytes(header.num_bytes, seed=len(shapes))
-    copies = HeldCopies()
-    assert copies.begin(header)
-    chunks = data.draw(st.permutations(cut(header.num_bytes, data.draw(st.integers(1, 50)))))
-    for index, (start, stop) in enumerate(chunks):
-        assert not copies.headers()
-        part = raw[start:stop].tobytes()
-        done = copies.write(header.state, 0, offset=start, data=part, checksum=zlib.crc32(part))
-        assert done == (index == len(chunks) - 1)
-    assert copies.headers() == (header,) and not copies.begin(header)
-    at = data.draw(st.integers(0, len(shapes) - 1))
-    entry = header.entries[at]
+    header = header_of((1, 0, 0), shapes, pad=data.draw(st.sampled_from((0, 8, 64))))
+    entry = data.draw(st.sampled_from(header.entries))
     wanted = data.draw(boxes(entry.box))
-    (piece,) = copies.pieces(header.state, 0, wanted=[(entry.name, entry.kind, wanted)])
-    whole = np.frombuffer(raw[entry.start_byte :][: entry.num_bytes].tobytes(), DTYPES[entry.itemsize])
-    index = tuple(
-        slice(a - b, a - b + n) for a, b, n in zip(wanted.offsets, entry.box.offsets, wanted.sizes, strict=True)
-    )
-    np.testing.assert_array_equal(piece, whole.reshape(entry.box.sizes)[index])
+    with TemporaryDirectory() as path:
+        folder = write(CopyFolder(Path(path)), header)
+        (piece,) = folder.pieces(header.state, 0, wanted=[(entry.name, entry.kind, wanted)])
+        folder.close()
+    raw = contents(header)[entry.start_byte :][: entry.num_bytes]
+    whole = np.frombuffer(raw.tobytes(), DTYPES[entry.itemsize]).reshape(entry.box.sizes)
+    ends = zip(wanted.offsets, entry.box.offsets, wanted.sizes, strict=True)
+    np.testing.assert_array_equal(piece, whole[tuple(slice(a - b, a - b + n) for a, b, n in ends)])
     assert piece.shape == wanted.sizes and piece.flags.c_contiguous and piece.dtype == DTYPES[entry.itemsize]
 
 
-VECTOR = Box(offsets=(0,), sizes=(100,))
-
-
-@given(st.integers(1, 120), st.data())
-def test_copies_travel_whole_or_not_at_all(chunk_bytes: int, data: st.DataObject) -> None:
-    header = header_of([(VECTOR, 4)])
-    raw = random_bytes(header.num_bytes, seed=1)
-    here, there = HeldCopies(), HeldCopies()
-    here.put(header, raw.copy())
-    there.begin(header)
-    sent = [(at, bytes(part), check) for at, part, check in here.chunks(header.state, 0, chunk_bytes=chunk_bytes)]
-    lost = data.draw(st.integers(0, len(sent) - 1))
-    for at, part, check in [*sent[:lost], *sent[lost + 1 :], *sent[:lost]]:
-        assert not there.write(header.state, 0, offset=at, data=part, checksum=check)
-    assert there.headers() == ()
-    with pytest.raises(LookupError, match="complete copy of device 0"):
-        there.pieces(header.state, 0, wanted=[("t0", "parameter", VECTOR)])
-    at, part, check = sent[lost]
-    assert there.write(header.state, 0, offset=at, data=part, checksum=check)
-    (piece,) = there.pieces(header.state, 0, wanted=[("t0", "parameter", VECTOR)])
-    assert piece.tobytes() == raw.tobytes()
-
-
-def test_a_damaged_chunk_drops_the_copy_that_comes_and_no_other() -> None:
-    header = header_of([(VECTOR, 1)])
-    raw = random_bytes(100, seed=2)
-    copies = HeldCopies()
-    copies.begin(header)
-    with pytest.raises(ValueError, match="device 0 at version 1, generation 0: chunk at byte 50 is damaged"):
-        copies.write(header.state, 0, offset=50, data=raw[50:], checksum=zlib.crc32(raw[50:]) ^ 1)
-    with pytest.raises(LookupError, match="no copy of device 0"):
-        copies.write(header.state, 0, offset=0, data=raw[:50], checksum=zlib.crc32(raw[:50]))
-    assert copies.begin(header) and copies.write(header.state, 0, offset=0, data=raw, checksum=zlib.crc32(raw))
-    with pytest.raises(ValueError, match="damaged"):
-        copies.write(header.state, 0, offset=0, data=raw, checksum=0)
-    assert copies.headers() == (header,)
-
-
-@pytest.mark.parametrize(
-    ("offset", "size", "why"), [(-1, 5, "beyond 100"), (98, 3, "beyond 100"), (45, 10, "into another")]
-)
-def test_chunks_that_do_not_fit_are_refused(offset: int, size: int, why: str) -> None:
-    header = header_of([(VECTOR, 1)])
-    copies = HeldCopies()
-    copies.begin(header)
-    copies.write(header.state, 0, offset=40, data=bytes(10), checksum=zlib.crc32(bytes(10)))
-    with pytest.raises(ValueError, match=why):
-        copies.write(header.state, 0, offset=offset, data=bytes(size), checksum=zlib.crc32(bytes(size)))
-
-
-def test_what_cannot_be_a_copy_is_refused() -> None:
-    header = header_of([(VECTOR, 1)])
-    copies = HeldCopies()
-    with pytest.raises(ValueError, match="buffer has 99 bytes, must have 100"):
-        copies.put(header, np.zeros(99, np.uint8))
+def test_what_cannot_be_a_copy_is_refused(tmp_path: Path) -> None:
+    box, folder = Box(offsets=(0,), sizes=(100,)), CopyFolder(tmp_path)
     with pytest.raises(ValueError, match="1, 2, 4 or 8 each"):
-        copies.begin(header_of([(VECTOR, 3)]))
-    copies.put(header, np.zeros(100, np.uint8))
-    with pytest.raises(ValueError, match="lacks exp_avg of t0"):
-        copies.pieces(header.state, 0, wanted=[("t0", "exp_avg", VECTOR)])
+        folder.begin(header_of((1, 0, 0), [(box, 3)]))
+    write(folder, header := header_of((1, 0, 0), [(box, 1)]))
+    with pytest.raises(ValueError, match="version 1, generation 0 lacks exp_avg of t0"):
+        folder.pieces(header.state, 0, wanted=[("t0", "exp_avg", box)])
     with pytest.raises(ValueError, match="lacks parameter of t0"):
-        copies.pieces(header.state, 0, wanted=[("t0", "parameter", Box(offsets=(90,), sizes=(11,)))])
+        folder.pieces(header.state, 0, wanted=[("t0", "parameter", Box(offsets=(90,), sizes=(11,)))])
+    with pytest.raises(CopyGoneError, match="no copy of device 1"):
+        folder.pieces(header.state, 1, wanted=[])
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), unique=True),
-    st.tuples(st.integers(0, 3), st.integers(0, 3)),
-)
-def test_older_copies_go_and_their_buffers_are_used_again(
-    held: list[tuple[int, int, int]], than: tuple[int, int]
+@examples(20)
+@given(st.lists(st.tuples(st.tuples(*[st.integers(0, 2)] * 3), st.booleans()), max_size=6))
+def test_a_copy_is_seen_once_it_is_published_and_never_if_discarded(given: list[tuple[Key, bool]]) -> None:
+    with TemporaryDirectory() as path:
+        folder, want = CopyFolder(Path(path)), set[Key]()
+        for key, is_published in given:
+            new = folder.begin(vector(*key))
+            new.buffer[:] = contents(new.header)
+            assert found(folder.path) == sorted(want)
+            (new.publish if is_published else new.discard)()
+            new.discard()  # does nothing any more
+            want |= {key} if is_published else set()
+            assert found(folder.path) == sorted(want)
+        folder.close()
+
+
+@given(st.data())
+def test_exactly_what_is_kept_stays(data: st.DataObject) -> None:
+    keys = st.tuples(*[st.integers(0, 3)] * 3)
+    states = st.builds(StateId, version=st.integers(0, 3), generation=st.integers(0, 3))
+    held = data.draw(st.sets(keys))
+    kept = KeptStates(since=data.draw(st.none() | states), states=data.draw(st.frozensets(states, max_size=3)))
+    with TemporaryDirectory() as path:
+        folder = write(CopyFolder(Path(path)), *(vector(*key) for key in held))
+        before = folder.num_bytes
+        folder.drop(kept)
+        newer = (0, 0) if kept.since is None else (kept.since.version, kept.since.generation)
+        also = {(each.version, each.generation) for each in kept.states}
+        stay = [key for key in sorted(held) if key[:2] >= newer or key[:2] in also]
+        assert found(folder.path) == stay
+        num_files = len(stay) + min(MAX_SPARE, len(held) - len(stay))
+        assert len(files(folder.path)) == num_files and folder.num_bytes <= before
+        folder.close()
+
+
+def test_memory_is_used_again_also_after_shards_changed_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = HeldCopies()
-    for version, generation, number in held:
-        header = header_of([(VECTOR, 1)], version=version, generation=generation, number=number)
-        (copies.put(header, copies.spare(100)) if number else copies.begin(header))
-    copies.drop_older(StateId(version=than[0], generation=than[1]))
-    stay = sorted(each for each in held if each[:2] >= than)
-    found = [(each.state.version, each.state.generation, each.number) for each in copies.headers()]
-    assert found == [each for each in stay if each[2]]
-    gone = len(held) - len(stay)
-    assert copies.num_bytes == 100 * (len(stay) + min(gone, MAX_SPARE))
-    before = copies.num_bytes
-    buffer = copies.spare(100)
-    assert copies.num_bytes == before - 100 * min(gone, 1) and len(buffer) == 100
+    folder, allocate, sizes = CopyFolder(tmp_path), os.posix_fallocate, list[int]()
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, size: sizes.append(size) or allocate(fd, start, size))
+    for size in (2**16, 2**18, 2**16):
+        sizes.clear()
+        for version in range(40):
+            folder.drop(since(version - 1))
+            write(folder, vector(version, size=size))
+        folder.drop(since(40))
+        assert len(sizes) <= 3 and len(files(tmp_path)) == MAX_SPARE
+    assert folder.num_bytes <= MAX_SPARE * 2**17
 
 
-def test_a_buffer_that_is_read_is_not_used_again() -> None:
-    header = header_of([(VECTOR, 1)])
-    copies = HeldCopies()
-    buffer = random_bytes(100, seed=3)
-    copies.put(header, buffer)
-    sending = copies.chunks(header.state, 0, chunk_bytes=50)
-    _, first, _ = next(sending)
-    copies.drop_older(StateId(version=2, generation=0))
-    assert not np.shares_memory(copies.spare(100), buffer) and bytes(first) == buffer[:50].tobytes()
-    with pytest.raises(LookupError, match="dropped while it was sent"):
-        next(sending)
-    assert np.shares_memory(copies.spare(100), buffer)
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    folder, other, header = CopyFolder(tmp_path), CopyFolder(tmp_path), vector(1)
+    write(folder, header)
+    with other.reading(header.state, 0) as copy:
+        folder.drop(since(2))
+        with pytest.raises(CopyGoneError, match="no copy of device 0"), other.reading(header.state, 0):
+            pass
+        write(folder, *(vector(version) for version in range(2, 6)))
+        np.testing.assert_array_equal(copy.buffer, contents(header))
+    assert found(tmp_path) == [(version, 0, 0) for version in range(2, 6)]
 
 
-def test_chunks_of_many_senders_at_once() -> None:
-    """Each copy is complete exactly once, whoever sends which chunk twice."""
-    headers = [header_of([(VECTOR, 8)], number=number) for number in range(4)]
-    raws = [random_bytes(800, seed=number) for number in range(4)]
-    copies, completed = HeldCopies(), []
-    for header in headers:
-        copies.begin(header)
+def test_a_copy_that_another_process_replaced_is_not_the_first_ones_any_more(tmp_path: Path) -> None:
+    folder, other = (write(CopyFolder(tmp_path), vector(1)) for _ in range(2))
+    folder.drop(since(2))
+    write(folder, vector(2), vector(3))
+    other.drop(KeptStates())
+    assert found(tmp_path) == [(1, 0, 0), (2, 0, 0), (3, 0, 0)]
 
-    def send(first: int) -> None:
-        for at in range(first, first + 20):
-            for number, raw in enumerate(raws):
-                part = raw[40 * (at % 20) : 40 * (at % 20) + 40]
-                copies.write(headers[number].state, number, offset=40 * (at % 20), data=part, checksum=zlib.crc32(part))
-        completed.append(first)
 
-    threads = [threading.Thread(target=send, args=(first,)) for first in (0, 7, 13)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(completed) == 3 and copies.headers() == tuple(headers)
-    for number, raw in enumerate(raws):
-        (piece,) = copies.pieces(headers[number].state, number, wanted=[("t0", "parameter", VECTOR)])
-        assert piece.tobytes() == raw.tobytes()
+def test_generations_are_dropped_whoever_wrote_them_and_their_memory_is_given_back(tmp_path: Path) -> None:
+    assert ended(process(lambda: write(CopyFolder(tmp_path), vector(1, 0, 1), vector(1, 1, 1)))) == 0
+    own, other = CopyFolder(tmp_path), CopyFolder(tmp_path)
+    write(own, *(vector(version, generation) for version in (1, 2) for generation in (0, 1, 2)))
+    other.drop_generations(1)
+    assert found(tmp_path) == [(1, 2, 0), (2, 2, 0)]
+    own.drop(since(3))
+    assert Path("/proc/self/maps").read_text().count(f"{tmp_path}/") == MAX_SPARE
+
+
+def test_a_folder_that_others_may_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = copies_folder(str(tmp_path), run="run", node="node")
+    own = tmp_path / f"rayfcp-{os.getuid()}"
+    assert path == own / "run" / "node" and copies_folder(str(tmp_path), run="run", node="node") == path
+    own.chmod(0o710)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        copies_folder(str(tmp_path), run="run", node="node")
+    own.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        copies_folder(str(tmp_path), run="run", node="node")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="rayfcp-12345 is not a folder of this user alone"):
+        copies_folder(str(tmp_path), run="run", node="node")
+
+
+def test_nobody_else_may_read_them_whatever_the_umask(tmp_path: Path) -> None:
+    outer = os.umask(0)
+    try:
+        path = copies_folder(str(tmp_path), run="run", node="node")
+        folder = write(CopyFolder(path), vector(1))
+        _unfinished = folder.begin(vector(2))
+    finally:
+        os.umask(outer)
+    modes = {each: stat.S_IMODE(each.stat().st_mode) for each in (path.parents[1], *path.parents[1].rglob("*"))}
+    assert len(modes) == 3 + 3
+    assert all(mode == (0o700 if each.is_dir() else 0o600) for each, mode in modes.items())
+
+
+def test_a_full_file_system_is_an_error_that_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder, open_files = CopyFolder(tmp_path), num_open(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.begin(vector(1))
+    assert not files(tmp_path) and num_open(tmp_path) == open_files
+    write(folder, vector(1))
+    assert found(tmp_path) == [(1, 0, 0)]
+
+
+@examples(20)
+@given(st.integers(0, 250) | st.integers(PAGE, PAGE + 30))
+def test_a_copy_with_a_damaged_head_is_ignored(at: int) -> None:
+    """Another one beside it is not. What follows the text in the first page means nothing."""
+    with TemporaryDirectory() as path:
+        folder = write(CopyFolder(Path(path)), vector(1), vector(2), vector(3))
+        (folder.path / "3-0-0.copy").rename(folder.path / "4-0-0.copy")  # damaged is any that is not of its name
+        file = folder.path / "1-0-0.copy"
+        whole = bytearray(file.read_bytes())
+        at = at if whole[at] else 0
+        whole[at] ^= 1
+        file.write_bytes(whole)
+        assert found(folder.path) == [(2, 0, 0)]
+        with pytest.raises(CopyGoneError):
+            folder.pieces(StateId(version=1, generation=0), 0, wanted=[])
+        folder.close()
+
+
+def test_a_folder_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "node"
+    folder, other = write(CopyFolder(path), vector(1)), CopyFolder(path)
+    unfinished = other.begin(vector(2))
+    folder.remove()
+    assert not path.parent.exists() and not other.headers()
+    open_files = num_open(path)
+    assert not unfinished.publish() and num_open(path) == open_files - 1
+    write(other, vector(3))
+    assert [each.state.version for each in other.headers()] == [3]

@@ -13,6 +13,8 @@ from rayfcp.bench.alone import Alone, alone
 from rayfcp.config import Config
 from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.execute.engine import RankEngine
+from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.execute.state.snapshots import Snapshots
 from rayfcp.values.state import StateId
 
 LENGTHS = (9, 5)
@@ -48,7 +50,11 @@ def test_steps_without_images(family: str, freeze: bool, tmp_path: Path) -> None
         assert held == {name for name, parameter in parameters.items() if parameter.requires_grad}
         assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
         assert bool(held & first.keys()) != freeze
-        header = engine.take_snapshot(StateId(version=2, generation=0))
+        with pytest.raises(RuntimeError, match="without a folder for copies"):
+            engine.take_snapshot(StateId(version=2, generation=0))
+        module, copies = engine.generation.module, CopyFolder(tmp_path / "copies")
+        Snapshots(module, optimizer, position=engine.position, copies=copies).take(StateId(version=2, generation=0))
+        (header,) = copies.headers()
         assert {entry.name for entry in header.entries} == parameters.keys()
         engine.begin_save(str(tmp_path / "saved"))
         saved = engine.finish_save()

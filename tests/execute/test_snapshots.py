@@ -1,8 +1,16 @@
-"""Copies of a module and its optimizer: filled from any cut of the tensors, or refused with a reason."""
+"""Copies of a module and its optimizer: filled from any cut of the tensors, or refused with a reason. Made by a thread
+through small buffers, as on accelerators, with streams that do everything at once; their order: `test_ordering`."""
 
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +21,22 @@ from torch import nn
 
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state import snapshots as snapshot_module
+from rayfcp.execute.state.copies import MAX_SPARE, CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
-from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
 from tests.examples import examples
+from tests.waiting import until
 
 STATE = StateId(version=3, generation=1)
+PLACE = MeshPosition(rank=0, num_ranks=1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CopyFolder]:
+    """New folders for copies, one after the other."""
+    root = tmp_path_factory.mktemp("copies")
+    return (CopyFolder(root / str(number)) for number in count())
 
 
 def make(*, seed: int, steps: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -34,18 +52,21 @@ def make(*, seed: int, steps: int, dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def taken(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, state: StateId = STATE
-) -> tuple[HeldCopies, ShardHeader]:
-    copies = HeldCopies()
-    return copies, Snapshots(module, optimizer, position=MeshPosition(rank=0, num_ranks=1), copies=copies).take(state)
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, copies: CopyFolder, state: StateId = STATE
+) -> ShardHeader:
+    made = Snapshots(module, optimizer, position=PLACE, copies=copies)
+    made.take(state)
+    made.settle()
+    assert made.copied == state
+    return next(header for header in copies.headers() if header.state == state)
 
 
-def source(copies: HeldCopies, header: ShardHeader) -> Source:
+def source(copies: CopyFolder, header: ShardHeader) -> Source:
     ask = partial(copies.pieces, header.state, header.number)
     return Source(header=header, pieces=lambda wanted: ask(wanted=wanted))
 
 
-def rows_of(copies: HeldCopies, header: ShardHeader, *, number: int, keep: tuple[int, int]) -> Source:
+def rows_of(copies: CopyFolder, header: ShardHeader, *, number: int, keep: tuple[int, int]) -> Source:
     """State of a device that holds rows `[keep[0], keep[1])` of every tensor of 7 rows."""
     start, stop = keep
     entries, parts, at = [], [], 0
@@ -56,9 +77,10 @@ def rows_of(copies: HeldCopies, header: ShardHeader, *, number: int, keep: tuple
         entries.append(ShardEntry(name=entry.name, kind=entry.kind, box=box, itemsize=entry.itemsize, start_byte=at))
         at += entries[-1].num_bytes
     cut = replace(header, number=number, entries=tuple(entries), num_bytes=at)
-    held = HeldCopies()
-    held.put(cut, np.concatenate(parts))
-    return source(held, cut)
+    new = copies.begin(cut)
+    new.buffer[:] = np.concatenate(parts)
+    assert new.publish()
+    return source(copies, cut)
 
 
 def assert_same(one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, torch.optim.Optimizer]) -> None:
@@ -73,12 +95,15 @@ def assert_same(one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Mo
 
 @examples(20)
 @given(st.integers(0, 2), st.sets(st.integers(1, 6)), st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-def test_filled_from_any_cut_the_next_update_is_the_same(steps: int, cuts: set[int], dtype: torch.dtype) -> None:
+def test_filled_from_any_cut_the_next_update_is_the_same(
+    folders: Iterator[CopyFolder], steps: int, cuts: set[int], dtype: torch.dtype
+) -> None:
     """Also when nothing was updated yet, and into one that has state of its own."""
     old, new = make(seed=0, steps=steps, dtype=dtype), make(seed=1, steps=1, dtype=dtype)
-    copies, header = taken(*old)
+    copies = next(folders)
+    header = taken(*old, copies=copies)
     bounds = [0, *sorted(cuts), 7]
-    parts = [rows_of(copies, header, number=at, keep=pair) for at, pair in enumerate(pairwise(bounds))]
+    parts = [rows_of(copies, header, number=1 + at, keep=pair) for at, pair in enumerate(pairwise(bounds))]
     fill(*new, sources=[parts[-1], *parts])
     assert_same(old, new)
     for module, optimizer in (old, new):
@@ -87,11 +112,12 @@ def test_filled_from_any_cut_the_next_update_is_the_same(steps: int, cuts: set[i
     assert_same(old, new)
 
 
-def test_a_copy_is_of_its_moment() -> None:
+def test_a_copy_is_of_its_moment(folders: Iterator[CopyFolder]) -> None:
     """Later updates do not change a snapshot."""
     module, optimizer = make(seed=0, steps=1)
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    copies, header = taken(module, optimizer)
+    copies = next(folders)
+    header = taken(module, optimizer, copies=copies)
     module(torch.ones(2, 5)).square().sum().backward()
     optimizer.step()
     assert not torch.equal(before[0], next(module.parameters()))
@@ -100,16 +126,16 @@ def test_a_copy_is_of_its_moment() -> None:
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
 
-def test_copies_that_do_not_make_a_state_are_refused() -> None:
-    old, new = make(seed=0, steps=1), make(seed=1, steps=0)
-    copies, header = taken(*old)
-    low, high = (rows_of(copies, header, number=n, keep=keep) for n, keep in enumerate(((0, 4), (4, 7))))
+def test_copies_that_do_not_make_a_state_are_refused(folders: Iterator[CopyFolder]) -> None:
+    old, new, copies = make(seed=0, steps=1), make(seed=1, steps=0), next(folders)
+    header = taken(*old, copies=copies)
+    low, high = (rows_of(copies, header, number=n, keep=keep) for n, keep in ((1, (0, 4)), (2, (4, 7))))
     with pytest.raises(
         ValueError, match=r"parameter of 0\.weight .* has 35 elements, copies give 20; give those of all"
     ):
         fill(*new, sources=[low])
     with pytest.raises(ValueError, match="has 35 elements, copies give 40"):
-        fill(*new, sources=[low, rows_of(copies, header, number=2, keep=(3, 7))])
+        fill(*new, sources=[low, rows_of(copies, header, number=3, keep=(3, 7))])
     other = replace(high, header=replace(high.header, state=StateId(version=3, generation=2)))
     with pytest.raises(ValueError, match="copies are of 2 states"):
         fill(*new, sources=[low, other])
@@ -120,17 +146,147 @@ def test_copies_that_do_not_make_a_state_are_refused() -> None:
         fill(*make(seed=0, steps=0, dtype=torch.float64), sources=[low, high])
 
 
-def test_numbers_that_differ_between_parameters_are_refused() -> None:
+def test_numbers_that_differ_between_parameters_are_refused(folders: Iterator[CopyFolder]) -> None:
     module, optimizer = make(seed=0, steps=1)
     optimizer.state[module[0].weight]["step"] += 1
     with pytest.raises(RuntimeError, match=r"step of the optimizer is \[1.0, 2.0\]"):
-        taken(module, optimizer)
+        taken(module, optimizer, copies=next(folders))
 
 
-def test_a_copy_that_is_gone_when_it_is_read_is_a_failed_exchange() -> None:
+def test_a_copy_that_is_gone_when_it_is_read_is_a_failed_exchange(folders: Iterator[CopyFolder]) -> None:
     """Not an error of the program: others may hold what is left."""
-    module, optimizer = make(seed=0, steps=1)
-    copies, header = taken(module, optimizer)
-    copies.drop_all()
-    with pytest.raises(CollectiveFailedError, match="no complete copy of device 0"):
+    (module, optimizer), copies = make(seed=0, steps=1), next(folders)
+    header = taken(module, optimizer, copies=copies)
+    copies.drop_generations(STATE.generation)
+    with pytest.raises(CollectiveFailedError, match="no copy of device 0 at version 3, generation 1"):
         fill(module, optimizer, sources=[source(copies, header)])
+
+
+class Event:
+    """As an accelerator's, in streams that have done everything that they were given."""
+
+    def record(self, _stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Streams:
+    """Device on which a thread copies through buffers of 24 bytes, once it `may_copy`; one that `is_broken` fails."""
+
+    def __init__(self) -> None:
+        self.may_copy, self.is_broken, self.threads = threading.Event(), False, set[str]()
+        self.may_copy.set()
+        self.Event, self.stream, self.current_stream = Event, lambda _: nullcontext(), lambda: None
+        self.Stream = lambda: SimpleNamespace(wait_event=self._wait)
+
+    def _wait(self, _event: Event) -> None:
+        assert self.may_copy.wait(60)
+        self.threads.add(threading.current_thread().name)
+        if self.is_broken:
+            raise RuntimeError("FORCE STOP")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    backend = SimpleNamespace(streams=found, allocate_host=lambda size: np.empty(size, np.uint8))
+    monkeypatch.setattr(snapshot_module, "backend_of", lambda _: backend)
+    monkeypatch.setattr(snapshot_module, "BOUNCE_BYTES", 24)
+    return found
+
+
+def test_a_thread_copies_what_the_host_would(
+    streams: Streams, folders: Iterator[CopyFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers that hold less than most tensors, and more than some."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model, copies = make(seed=0, steps=2, dtype=dtype), next(folders)
+        taken(*model, copies=copies)
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot_module, "backend_of", lambda _: SimpleNamespace(streams=None))
+            taken(*model, copies=copies, state=replace(STATE, version=4))
+        one, other = copies.headers()
+        wanted = [(entry.name, entry.kind, entry.box) for entry in one.entries]
+        assert one.entries == other.entries and one.scalars == other.scalars
+        for a, b in zip(*(copies.pieces(each.state, 0, wanted=wanted) for each in (one, other)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert {each.rpartition("_")[0] for each in streams.threads} == {"snapshots"}
+
+
+def test_a_copy_is_there_only_once_the_thread_has_made_it(streams: Streams, folders: Iterator[CopyFolder]) -> None:
+    """Also without anybody who waits for it."""
+    copies = next(folders)
+    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    streams.may_copy.clear()
+    made.take(STATE)
+    assert not copies.headers() and made.copied is None
+    streams.may_copy.set()
+    until(lambda: copies.has(STATE, 0), every_s=0.001)
+    made.settle()
+    assert made.copied == STATE
+
+
+def test_states_in_quick_succession_are_all_copied_in_little_memory(
+    streams: Streams, folders: Iterator[CopyFolder]
+) -> None:
+    """Whoever waits and the thread publish in turn, neither for ever."""
+    copies, model = next(folders), make(seed=0, steps=1)
+    made = Snapshots(*model, position=PLACE, copies=copies)
+    for version in range(200):
+        state = StateId(version=version, generation=0)
+        copies.drop(KeptStates(since=StateId(version=version - 1, generation=0)))
+        made.take(state)
+        if version % 3:
+            made.settle()
+            assert made.copied == state and copies.has(state, 0)
+    made.settle()
+    assert len([*copies.path.glob("*.*")]) <= 2 + 1 + MAX_SPARE
+    assert made.seconds > 0.0
+
+
+def test_a_copy_whose_device_was_stopped_is_lost_and_its_memory_used_again(
+    streams: Streams, folders: Iterator[CopyFolder]
+) -> None:
+    copies = next(folders)
+    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    for version in range(4):
+        streams.is_broken = version % 2 == 0
+        made.take(StateId(version=version, generation=0))
+        if streams.is_broken:
+            with pytest.raises(RuntimeError, match="FORCE STOP"):
+                made.hold_update()
+            made.hold_update()  # nothing is left to wait for
+        else:
+            made.abandon()
+    assert [header.state.version for header in copies.headers()] == [1, 3]
+    assert len([*copies.path.glob("*.*")]) == 2
+
+
+def test_a_copy_whose_folder_was_removed_meanwhile_is_none(streams: Streams, folders: Iterator[CopyFolder]) -> None:
+    copies = next(folders)
+    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    streams.may_copy.clear()
+    made.take(STATE)
+    copies.remove()
+    streams.may_copy.set()
+    made.hold_update()
+    assert made.copied is None
+
+
+def test_without_memory_there_is_no_copy_and_a_line_in_the_log(
+    folders: Iterator[CopyFolder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    copies = next(folders)
+    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        made.take(STATE)
+    assert not copies.headers() and made.copied is None
+    assert f"No space left on device in {copies.path}" in caplog.text
+    made.take(STATE)
+    assert made.copied == STATE

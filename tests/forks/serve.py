@@ -20,7 +20,7 @@ USED = (
     "ray._private.workers",
     "pydantic.v1",  # by Ray, as it meets the first object
     "rayfcp.cluster.planning.planner",
-    "rayfcp.cluster.recovery.replication",
+    "rayfcp.cluster.recovery.store",
     "rayfcp.cluster.controller.training",
     "rayfcp.cluster.workers.worker",
     "tests.forks.preloaded",

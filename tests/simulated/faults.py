@@ -102,6 +102,35 @@ class Injector:
         for actor in self._some("worker" if self._world.random.random() < 0.7 else "planner"):
             actor.drop_calls()
 
+    # Memory of nodes.
+
+    def _node_processes_die(self, fault: Fault) -> None:
+        """But the node lives, and its memory."""
+        self._end_processes_of(self._some_node())
+
+    def _memory_lost(self, fault: Fault) -> None:
+        """As after a restart of the machine, or by somebody who tidies up."""
+        node = self._some_node()
+        if node is not None:
+            self._end_processes_of(node)
+            self._run.memory.lose(node.id)
+
+    def _memory_cleaned(self, fault: Fault) -> None:
+        node = self._some_node()
+        if node is not None:
+            self._run.memory.lose(node.id)
+
+    def _memory_full(self, fault: Fault) -> None:
+        node = self._some_node()
+        if node is not None:
+            self._run.memory.full.add(node.id)
+            self._world.at(fault.lasts_s, lambda: self._run.memory.full.discard(node.id))
+
+    def _end_processes_of(self, node: Node | None) -> None:
+        for actor in [*self._world.living("worker"), *self._world.living("store")]:
+            if node is not None and actor.process.node == node.id:
+                self._world.kill(actor.process, "fault")
+
     # Others.
 
     def _store_dies(self, fault: Fault) -> None:
@@ -141,6 +170,8 @@ class Injector:
         self._run.damage_newest_checkpoint()
         self._kill("store", len(self._world.living("store")))
         self._kill("worker", len(self._world.living("worker")))
+        for node in self._world.nodes:
+            self._run.memory.lose(node)
 
     # Nodes.
 

@@ -20,10 +20,11 @@ from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart, keep_alive
-from rayfcp.elastic.recoverable import StoredSnapshots
+from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
+from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.values import KeptStates
 from tests.simulated.run import simulate
 from tests.simulated.schedule import draw
 from tests.simulated.world import ViolationError
@@ -31,19 +32,25 @@ from tests.simulated.world import ViolationError
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
-def _incomplete_copies() -> AbstractContextManager[Any]:
-    """A store shows a copy before all of its chunks are there."""
+def _torn_copies() -> AbstractContextManager[Any]:
+    """The memory of a copy that others still need is used for a new one."""
+    return patch.object(KeptStates, "__contains__", lambda self, state: self.since is None or state > self.since)
 
-    def headers(self: HeldCopies) -> Any:
-        return tuple(
-            sorted((each.header for each in self._copies.values()), key=lambda each: (each.state, each.number))
-        )
 
-    def pieces(self: HeldCopies, state: Any, number: int, *, wanted: Any) -> Any:
-        with self._using(state, number) as copy:
-            return [copy.piece(name, kind, box=box) for name, kind, box in wanted]
+def _one_node_forgotten() -> AbstractContextManager[Any]:
+    """A node whose processes are all dead is not asked for its copies."""
+    newest = SnapshotStores.newest_state
 
-    return patch.multiple(HeldCopies, headers=headers, pieces=pieces)
+    def newest_state(self: SnapshotStores, members: Any, *, up_to: int) -> Any:
+        with patch.object(SnapshotStores, "_start", lambda self, nodes: None):
+            return newest(self, members, up_to=up_to)
+
+    return patch.object(SnapshotStores, "newest_state", newest_state)
+
+
+def _kept_after_the_end() -> AbstractContextManager[Any]:
+    """A run that ended leaves its copies in memory."""
+    return patch.object(CopyFolder, "remove", lambda self: None)
 
 
 def _mixed_versions() -> AbstractContextManager[Any]:
@@ -111,36 +118,13 @@ def _drain_is_death() -> AbstractContextManager[Any]:
 
 
 def _dropped_copies() -> AbstractContextManager[Any]:
-    """A state of steps that are lost decides which copies are dropped (found by this simulation)."""
-    begin = Stepper.begin
-
-    def begins(self: Stepper, generation: Any, *, version: int) -> None:
-        before = self._droppable
-        begin(self, generation, version=version)
-        self._droppable = before
-
-    return patch.object(Stepper, "begin", begins)
+    """Only the newest state stays, though other nodes have none as new."""
+    return patch.object(CopiedStates, "kept", property(lambda self: KeptStates(since=self.here)))
 
 
 def _copies_pile_up() -> AbstractContextManager[Any]:
-    """Only the newest safe state may decide which copies are dropped, though its step is never written down by then
-    (found by this simulation)."""
-
-    note_safe = Stepper._droppable_state
-
-    def newest_only(self: Stepper, safe: Any) -> Any:
-        self._droppable = [each for each in self._droppable if each.version <= self.journal.last_step]
-        found = note_safe(self, safe)
-        self._droppable = [found] if found else []
-        return found
-
-    return patch.object(Stepper, "_droppable_state", newest_only)
-
-
-def _start_on_standby() -> AbstractContextManager[Any]:
-    """The devices that were chosen to begin with are not in use yet when a checkpoint is verified (found by this
-    simulation)."""
-    return patch.object(ClusterState, "select", lambda self, decision: None)
+    """Copies that are not needed any more stay."""
+    return patch.object(CopyFolder, "drop", lambda self, kept, of_dead=False: None)
 
 
 def _hung_start() -> AbstractContextManager[Any]:
@@ -151,12 +135,11 @@ def _hung_start() -> AbstractContextManager[Any]:
 def _safe_though_lost() -> AbstractContextManager[Any]:
     """A state that was lost stays safe (2e190d4)."""
 
-    def again(self: StoredSnapshots, devices: Any, *, generation: int, first: int) -> StoredSnapshots:
-        return replace(
-            StoredSnapshots.start(devices, generation=generation, first=first, every=self.every), safe=self.safe
-        )
+    def again(self: CopiedStates, devices: Any, *, generation: int, first: int) -> CopiedStates:
+        begun = CopiedStates.start(devices, generation=generation, first=first)
+        return replace(begun, here=self.here, away=self.away)
 
-    return patch.object(StoredSnapshots, "again", again)
+    return patch.object(CopiedStates, "again", again)
 
 
 def _unlogged_steps() -> AbstractContextManager[Any]:
@@ -167,7 +150,7 @@ def _unlogged_steps() -> AbstractContextManager[Any]:
 
 def _dispatch_unsafe() -> AbstractContextManager[Any]:
     """Steps go on though nobody keeps a copy of the state before them."""
-    return patch.object(StoredSnapshots, "may_dispatch", lambda self, step: True)
+    return patch.object(CopiedStates, "may_dispatch", lambda self, step, every: True)
 
 
 def _nobody_kept_alive() -> AbstractContextManager[Any]:
@@ -248,13 +231,16 @@ def _unread_checkpoint() -> AbstractContextManager[Any]:
 
 
 def _forgotten_step() -> AbstractContextManager[Any]:
-    """A finished step is not written down when the next one breaks."""
+    """A step is written down only while the next one runs, and not when that breaks."""
+    commit = Stepper._commit
 
-    def broke(self: Stepper, step: int) -> None:
-        self._finished = None
-        self._again_to = step
+    def late(self: Stepper, *finished: Any) -> None:
+        before = getattr(self, "_late", None)
+        self._late = finished  # type: ignore[attr-defined]
+        if before is not None:
+            commit(self, *before)
 
-    return patch.object(Stepper, "broke", broke)
+    return patch.object(Stepper, "_commit", late)
 
 
 def _dead_members() -> AbstractContextManager[Any]:
@@ -322,22 +308,6 @@ def _unwatched() -> AbstractContextManager[Any]:
     return patch.object(GroupCall, "_poll", busy_only)
 
 
-def _copies_die_as_workers_start() -> AbstractContextManager[Any]:
-    """Stores of a lost controller are kept alive only once workers have started (found by this simulation)."""
-    init, assign = SnapshotStores.__init__, SnapshotStores.assign
-
-    def late(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self._stop_beats()
-
-    def assigning(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
-        self._stop_beats()
-        self._stop_beats = keep_alive(self._runtime, self._elastic.orphan_s, handles=lambda: list(self.stores.values()))
-        assign(self, *args, **kwargs)
-
-    return _all(patch.object(SnapshotStores, "__init__", late), patch.object(SnapshotStores, "assign", assigning))
-
-
 def _request_stays() -> AbstractContextManager[Any]:
     """A lost controller's request to the autoscaler outlives the run (found by this simulation)."""
     import rayfcp.cluster.controller.following as following
@@ -380,15 +350,16 @@ def _all(*patches: Any) -> Iterator[None]:
 
 
 PLANTED: tuple[Plant, ...] = (
-    _incomplete_copies,
     _mixed_versions,
     _committed_early,
     _old_plans,
     _drain_is_death,
     _dropped_copies,
     _copies_pile_up,
+    _torn_copies,
+    _one_node_forgotten,
+    _kept_after_the_end,
     _hung_start,
-    _start_on_standby,
     _safe_though_lost,
     _unlogged_steps,
     _dispatch_unsafe,
@@ -407,7 +378,6 @@ PLANTED: tuple[Plant, ...] = (
     _lost_save,
     _lossless_resize,
     _unwatched,
-    _copies_die_as_workers_start,
     _request_stays,
     _stays_on_leaving_nodes,
     _resumes_wrong_step,
@@ -415,12 +385,13 @@ PLANTED: tuple[Plant, ...] = (
 )
 
 
-RARE = (_forgotten_step, _start_on_standby)
-"""It takes hundreds of schedules to find these, too many for every run of the tests."""
+RARE = (_forgotten_step,)
+"""It takes hundreds of schedules to find this, too many for every run of the tests."""
 
 BY_SCENARIO = {
+    _one_node_forgotten: "test_processes_of_a_node_die",
+    _dropped_copies: "test_the_loss_of_a_node_costs_the_interval_at_most",
     _lossless_resize: "test_a_resize_that_loses_steps_goes_on_from_the_state_that_is_left",
-    _copies_die_as_workers_start: "test_copies_outlive_a_driver_while_new_workers_are_slow_to_start",
     _request_stays: "test_the_autoscaler_makes_no_room_for_a_run_that_is_over",
     _unwatched: "test_a_device_that_dies_after_its_own_call_ended_is_found_while_others_wait_for_it",
     _dead_nodes_keep: "test_no_store_is_started_where_a_device_that_stood_by_is_dead",
@@ -437,7 +408,7 @@ BY_SCENARIO = {
     _stays_on_leaving_nodes: "test_a_node_that_leaves_is_left_in_time",
     _hung_start: "test_a_worker_that_hangs_while_it_starts_gives_its_device_back",
 }
-"""Few of the drawn schedules show these, or none: the test in `test_scenarios` that does."""
+"""Few of the drawn schedules show these, or none: the test in `test_scenarios` or `test_memory` that does."""
 
 
 def first_catch(plant: Plant, *, most: int, first: int = 0) -> tuple[int, str] | None:

@@ -56,8 +56,7 @@ ELEMENTS = 67
 NUM_SAMPLES, GLOBAL_BATCH = 50, 3
 
 MOST_VERSIONS = 6
-"""Versions of which a store holds complete copies: the newest that is safe, the one before it until that is written
-down, those on their way while steps go on or left by a controller that died."""
+"""Of which a node holds copies: the newest, that on its way, that on another node, those left by a lost controller."""
 
 MEMORY = Path("/dev/shm")
 """Parent of runs' folders if it exists: files in memory need no disk."""
@@ -176,7 +175,7 @@ class SimulatedRun:
         self.memory = Memory(folder / "memory")
         limit_events = EVENTS * (20 + schedule.num_workers[1]) * (10 + schedule.num_steps)
         self.world = World(schedule.seed, limit_s=limit_s, limit_events=limit_events, keep_trace=keep_trace)
-        self.world.when_node_dies = lambda node: self.memory.lose(node.id)
+        self.world.when_node_dies = self.memory.lose
         self.hooks = Hooks()
         self.config = _config(schedule, self.folder)
         self.samples_hash = states.SamplesHash(SAMPLER)
@@ -335,16 +334,14 @@ class SimulatedRun:
 
     def check_metrics(self, controller: Controller, *, began_s: float) -> None:
         """Counters, events and folder tell the same at the end of a controller that ended by itself."""
-        journal = controller.journal
-        if journal is None:
+        if (journal := controller.journal) is None:
             return
         with self.disk.paused():
             events = read_events(self.folder / "events.jsonl")
         metrics = journal.metrics
         if self.disk.num_failed:
             return  # events and counters that found no room are lost by design
-        lost = sum(each.lost_steps for each in events)
-        counted = metrics.value("lost_steps_total") or 0
+        lost, counted = sum(each.lost_steps for each in events), metrics.value("lost_steps_total") or 0
         if self.deaths == 0 and counted != lost:
             self._violated(f"lost_steps_total is {counted}, the events tell of {lost}")
         happened = [each for each in events if each.kind is not EventKind.END]
@@ -417,6 +414,8 @@ class SimulatedRun:
             self._violated(f"devices not given back: {sorted(self.world.reservations)}")
         if self.world.requested:
             self._violated(f"the autoscaler still makes room for {self.world.requested} devices")
+        if set(self.injector.happened) <= {Kind.PLANNER_DIES, Kind.WORKER_SLOWS} and self.memory.has_copies():
+            self._violated("copies of the state are left in memory")
         if (self.folder / "run.lock").exists():
             self._violated("the lock of the folder is left")
 
@@ -528,12 +527,11 @@ class SimulatedRun:
                 self._violated(f"{living} live, plan.planner_actors is {self.config.plan.planner_actors}")
             return SimulatedPlanner(actor, plan_s=self.schedule.plan_s, on_plan=self._on_plan)
 
-        def store(actor: Actor, runtime: SimulatedRuntime, args: Any, kwargs: Any) -> SimulatedStore:
-            return SimulatedStore(actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s)
-
         return {
             Role.WORKER: worker,
-            Role.STORE: store,
+            Role.STORE: lambda actor, runtime, args, kwargs: SimulatedStore(
+                actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s
+            ),
             Role.PLANNER: planner,
             Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, args[0]),
         }

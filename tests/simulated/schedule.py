@@ -22,6 +22,10 @@ class Kind(StrEnum):
     WORKER_SLOWS = "worker slows down"
     EXCHANGE_STUCK = "message of an exchange is lost"
     EXCHANGE_FAILS = "exchange fails"
+    NODE_PROCESSES_DIE = "all workers and the store of a node die"
+    MEMORY_LOST = "copies of a node are removed and its processes die"
+    MEMORY_CLEANED = "copies of a node are removed beneath its processes"
+    MEMORY_FULL = "shared memory of a node is full"
     STORE_DIES = "snapshot store dies"
     STORE_STOPS = "snapshot store is stopped"
     PLANNER_DIES = "planner dies"
@@ -45,6 +49,8 @@ HARMLESS = frozenset(
         Kind.STORE_DIES,
         Kind.PLANNER_DIES,
         Kind.DISK_FULL,
+        Kind.MEMORY_FULL,
+        Kind.MEMORY_CLEANED,
         Kind.USER_STOPS,
     }
 )

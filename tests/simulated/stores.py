@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster.recovery.store import Sent, SnapshotStore, StoreFacts
-from rayfcp.cluster.recovery.transfer import Peer, TransferError
+from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError, Peer, TransferError
 from rayfcp.execute.state.copies import COPY, CopyFolder, CopyGoneError, NewCopy
 from rayfcp.values import ShardHeader, StateId
 from tests.simulated.world import Actor, Deferred
@@ -52,6 +52,9 @@ class Memory:
         copies = SimulatedCopies(self._root / node / "run" / node, is_full=lambda: node in self.full)
         actor.process.when_dead.append(copies.close)
         return copies
+
+    def has_copies(self) -> bool:
+        return any(self._root.glob("*/run/*/*"))
 
     def lose(self, node: str) -> None:
         shutil.rmtree(self._root / node, ignore_errors=True)
@@ -129,8 +132,11 @@ class SimulatedStore(SnapshotStore):
                         new = target.instance._copies.begin(copy.header)
                         new.buffer[:] = copy.buffer
                         new.publish()
-            except (CopyGoneError, OSError) as error:
-                fail(str(error))
+            except OSError as error:
+                result.settle(error=NoRoomError(str(error)))
+                return
+            except CopyGoneError as error:
+                result.settle(error=CopyRemovedError(str(error)))
                 return
             later()
 

@@ -77,7 +77,7 @@ def test_a_resize_that_loses_steps_goes_on_from_the_state_that_is_left() -> None
             nodes=(2, 2, 2),
             seed=seed,
             push_s=2.0,
-            elastic={"snapshot_every_steps": 2},
+            elastic={"snapshot_every_steps": 5},
         )
         lossy = [each for each in of(result, EventKind.RESIZE) if each.lost_steps]
         if lossy:
@@ -214,7 +214,7 @@ def test_a_driver_that_is_started_again_adopts_the_workers() -> None:
         ended_well(result)
         second = of(result, EventKind.START)[1]
         is_adopted = any(line == "adopting 4 workers of a lost controller" for line in result.lines)
-        assert second.step in ((8, 9, 10) if is_adopted else (4, 8)), second
+        assert second.step in (9, 10), second
         adopted.add(is_adopted)
     assert adopted == {True, False}
 
@@ -409,7 +409,7 @@ def test_a_leaving_node_is_announced_with_its_time() -> None:
 
 
 def test_a_slow_device_gets_less_work_and_the_user_is_told() -> None:
-    result = ran(fault(Kind.WORKER_SLOWS, 10), steps=60, workers=(4, 4), seed=1)
+    result = ran(fault(Kind.WORKER_SLOWS, 10), steps=60, workers=(4, 4), seed=2)
     ended_well(result, steps=60)
     usual_s, balanced_s = result.reports[8].step_s, result.reports[59].step_s
     slow_s = max(report.step_s for report in result.reports[10:15])
@@ -452,19 +452,10 @@ def test_copies_of_steps_that_are_lost_keep_nothing_safe() -> None:
 
 
 def test_a_copy_that_goes_while_it_is_read_ends_no_run() -> None:
-    """A push that is late drops an old copy that a recovery was about to read, where newer ones lack a shard."""
+    """Somebody removes it while a recovery reads it; others hold the pieces."""
     for seed in range(30):
-        result = ran(
-            fault(Kind.CHECKPOINT_DAMAGED, 5),
-            fault(Kind.STORE_STOPS, 2, lasts_s=0.3),
-            fault(Kind.NEWEST_WORKER_DIES, 3, 0.5),
-            workers=(1, 3),
-            nodes=(1, 1, 1),
-            seed=seed,
-            plan_s=1.0,
-            push_s=0.8,
-            plan={"planner_actors": 1},
-        )
+        after_s = 0.02 * seed
+        result = ran(fault(Kind.WORKER_DIES, 5), fault(Kind.MEMORY_CLEANED, 0, after_s), nodes=(2, 2), seed=seed)
         if any("a copy was dropped while it was read" in line for line in result.lines):
             ended_well(result)
             return
@@ -542,16 +533,15 @@ def test_a_node_that_leaves_and_cannot_be_replaced_is_saved_before() -> None:
             seed=seed,
         )
         if any("is draining and nothing can replace it" in line for line in result.lines):
-            assert 11 in result.checkpoints, result.checkpoints
+            assert {10, 11} & {*result.checkpoints}, result.checkpoints
             return
     raise AssertionError("no schedule is of this kind")
 
 
 def test_what_is_missing_of_newer_states_is_said() -> None:
-    """A device dies with the only copy of its newest shard."""
-    faults = fault(Kind.STORE_DIES, 10), fault(Kind.STORE_DIES, 0, 0.0), fault(Kind.WORKER_DIES, 0, 0.0)
+    """A node's memory is gone before any of its copies has reached another."""
     for seed in range(3):
-        result = ran(*faults, seed=seed)
+        result = ran(fault(Kind.MEMORY_LOST, 1), seed=seed, push_s=50.0)
         ended_well(result)
         lines = [line for line in result.lines if "resuming from the beginning" in line]
         assert len(lines) == 1 and "no state in memory is complete: the state after step" in lines[0], lines

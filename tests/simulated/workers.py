@@ -510,8 +510,8 @@ class SimulatedWorker:
         except OSError:
             return
         new.buffer[:] = np.frombuffer(self.shard.tobytes(), np.uint8)
-        new.publish()
-        self._copied = state
+        if new.publish():
+            self._copied = state
 
     def _orphaned(self) -> None:
         self.world.kill(self.actor.process, "orphan")

@@ -265,7 +265,7 @@ class World:
         """Devices that the autoscaler was asked to make room for: now, and at most."""
         self.controller_since_s: float | None = None
         self.after_event: Callable[[], None] = lambda: None
-        self.when_node_dies: Callable[[Node], None] = lambda _: None
+        self.when_node_dies: Callable[[str], None] = lambda _: None
         self.violation: ViolationError | None = None
         self.trace: list[str] | None = [] if keep_trace else None
         self.digest = 0
@@ -417,7 +417,7 @@ class World:
         for actor in self.actors:
             if actor.process.node == node.id:
                 self.kill(actor.process, "node")
-        self.when_node_dies(node)
+        self.when_node_dies(node.id)
         for each in self.reservations.values():
             if each.node == node.id:
                 each.node = ""  # the runtime looks for another device for it

@@ -128,7 +128,8 @@ class Stepper:
         # resume from a state whose step is not in the log.
         self._commit(planned, devices, report)
         self.replication.after_step(devices)
-        self.journal.metrics.set("snapshot_seconds", max(each.snapshot_s for each in devices))
+        copied_s = max(each.snapshot_s for each in devices)
+        self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
         self.saver.after_step(step, ranks=devices)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))

@@ -24,6 +24,7 @@ REQUIRED = {
     "scipy": "1.11",
     "torch": "2.9",
     "transformers": "5",
+    "xxhash": "3.4",
 }
 """Minimum versions, as in `pyproject.toml`, for nodes that run rayfcp from its files."""
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayfcp.cluster.recovery.store import Sent
-from rayfcp.cluster.runtime import CallError
+from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError
+from rayfcp.cluster.runtime import CallError, TaskFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import CopiedStates
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Between two looks at copies that are sent while steps wait for them."""
+
+PAUSE_S = 0.5
+"""Before another attempt, while steps wait for it."""
 
 
 class Replication:
@@ -33,7 +37,9 @@ class Replication:
         self._taken = version
         self._pushes: list[Any] = []
         self._sent: list[Sent] = []
-        self._is_failed = False
+        self.send_s = 0.0
+        """Seconds that it took to send the last state to other nodes."""
+        self._is_failed = self._lacks_room = self._are_removed = False
 
     @property
     def is_on(self) -> bool:
@@ -83,19 +89,20 @@ class Replication:
 
     def await_safe(self, step: int) -> None:
         """Wait for copies on other nodes, so that the loss of a node never costs more finished steps than
-        `elastic.snapshot_every_steps`.
+        `elastic.snapshot_every_steps`; while they find no room there, steps go on without.
 
         Raises:
             RanksLostError: a device is gone.
         """
-        if not self.is_on or not self._sends:
+        if not self.is_on:
             return
         if self._is_failed:
-            self._renew()
+            self._renew(step)
         end_s = self._runtime.now_s() + self._elastic.hang_min_s
-        while not self.states.may_dispatch(step, every=self._every):
+        while self._sends and not self._lacks_room and not self.states.may_dispatch(step, every=self._every):
             if self._is_failed or self._runtime.now_s() > end_s:
-                self._renew()
+                self._runtime.flag().wait(PAUSE_S)
+                self._renew(step)
                 end_s = self._runtime.now_s() + self._elastic.hang_min_s
             self._proceed()
             if self._pushes:
@@ -143,12 +150,17 @@ class Replication:
             except CallError as error:
                 logger.warning("copies of state %s could not be sent: %s", self.states.under_way, error)
                 self._is_failed = True
+                cause = error.cause if isinstance(error, TaskFailedError) else None
+                self._lacks_room = isinstance(cause, NoRoomError)
+                self._are_removed = self._are_removed or isinstance(cause, CopyRemovedError)
         if not self._pushes and not self._is_failed:
-            self.states = self.states.sent()
+            self.states, self._lacks_room = self.states.sent(), False
+            self.send_s = max((each.seconds for each in self._sent), default=0.0)
             self._stores.drop(self.states.kept)
 
-    def _renew(self) -> None:
-        """Replace stores that do not answer. Makes another attempt if one failed, or was of such a store.
+    def _renew(self, step: int) -> None:
+        """Replace stores that do not answer, and copies of the state before `step` that were removed. Makes another
+        attempt if one failed, or was of such a store.
 
         Raises:
             RanksLostError: a device is gone.
@@ -156,3 +168,6 @@ class Replication:
         if self._state.renew_stores() or self._is_failed:
             self._pushes, self._is_failed = [], False
             self.states = self.states.sending(None)
+        if self._are_removed:
+            self._are_removed, self.states = False, self.states.without_here()
+            self.copy_now(step - 1)

@@ -62,7 +62,7 @@ class SnapshotStore:
         with self._lock:
             if self._opened is None:
                 node_id = ray.get_runtime_context().get_node_id()
-                copies = CopyFolder(copies_folder(self._elastic.snapshot_dir, self._run, node_id))
+                copies = CopyFolder(copies_folder(self._elastic.snapshot_dir, run=self._run, node=node_id))
                 copies.adopt()
                 remove_abandoned(copies.path)
                 host = ray.util.get_node_ip_address()
@@ -104,7 +104,7 @@ class SnapshotStore:
         self._watch.on_call()
         began_s = time.monotonic()
         num_bytes = send_copies(
-            self._copies, state, numbers, to=to, patience_s=self._elastic.hang_min_s, bytes_per_s=bytes_per_s
+            self._copies, state, numbers=numbers, to=to, patience_s=self._elastic.hang_min_s, bytes_per_s=bytes_per_s
         )
         return Sent(num_bytes=num_bytes, seconds=time.monotonic() - began_s)
 

@@ -116,26 +116,30 @@ class SnapshotStores:
     def newest_state(self, members: Sequence[Member], *, up_to: int) -> RecoverableState:
         """Newest state of the run of at most `up_to` steps in the memory of all living nodes that had devices. Any
         process on a node answers for it; waits for one of each node, `elastic.hang_min_s` at most."""
-        known = {member.facts.node_id for member in members} | self._ring.keys()
-        self._start(sorted(known & self._runtime.nodes().alive))
-        asked: dict[Any, tuple[str, Any]] = {}
-        for node, store in self.stores.items():
-            asked[store.headers.remote()] = (node, store)
-        for member in members:
-            asked[member.handle.headers.remote()] = (member.facts.node_id, member.handle)
-        silent = {node for node, _ in asked.values()}
+        alive = self._runtime.nodes().alive
+        silent = ({member.facts.node_id for member in members} | self._ring.keys() | self.stores.keys()) & alive
+        self._start(sorted(silent))
+        holders = [(node, store) for node, store in self.stores.items() if node in silent]
+        holders += [(member.facts.node_id, member.handle) for member in members if member.facts.node_id in silent]
+        asked = {holder.headers.remote(): (node, holder) for node, holder in holders}
         copies: list[ShardCopy] = []
         end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
-        while asked and silent and self._runtime.now_s() < end_s:
+        while silent and self._runtime.now_s() < end_s:
             for ref in self._runtime.wait(list(asked), timeout_s=LOOK_S):
                 node, holder = asked.pop(ref)
-                with suppress(CallError):
+                try:
                     headers = self._runtime.get(ref)
-                    if node in silent:
-                        silent.discard(node)
-                        copies += [ShardCopy(header=header, holder=holder, node_id=node) for header in headers]
-            # A node without any process that answers is lost, or all of them hang.
-            silent &= {node for node, _ in asked.values()}
+                except CallError:
+                    if holder is self.stores.get(node):
+                        self.forget(node)
+                    continue
+                if node in silent:
+                    silent.discard(node)
+                    copies += [ShardCopy(header=header, holder=holder, node_id=node) for header in headers]
+            silent &= self._runtime.nodes().alive
+            for node in sorted(silent - {each for each, _ in asked.values()}):  # all of its processes are dead
+                self._start([node])
+                asked[self.stores[node].headers.remote()] = (node, self.stores[node])
         for node in sorted(silent & self.stores.keys()):
             logger.warning("the snapshot store on %s does not answer", node)
             self.forget(node)

@@ -55,6 +55,14 @@ class TransferError(RuntimeError):
     """Copies could not be sent; one line."""
 
 
+class CopyRemovedError(TransferError):
+    """A copy is gone from the sender's memory."""
+
+
+class NoRoomError(TransferError):
+    """The receiver's memory is full."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """Where a store receives copies."""
@@ -146,8 +154,7 @@ class Listener:
                 found.update(part)
             if found.digest() != _receive(connection, 8):
                 return Answer.DAMAGED.value
-            new.publish()
-            return Answer.KEPT.value
+            return Answer.KEPT.value if new.publish() else Answer.FULL.value
         finally:
             new.discard()
 
@@ -155,8 +162,8 @@ class Listener:
 def send_copies(
     copies: CopyFolder,
     state: StateId,
-    numbers: Iterable[int],
     *,
+    numbers: Iterable[int],
     to: Peer,
     patience_s: float,
     bytes_per_s: float | None = None,
@@ -176,7 +183,7 @@ def send_copies(
             connection.settimeout(patience_s)
             return sum(_send(connection, copies, state, number, bytes_per_s=bytes_per_s) for number in numbers)
     except CopyGoneError as error:
-        raise TransferError(str(error)) from error
+        raise CopyRemovedError(str(error)) from error
     except OSError as error:
         raise TransferError(f"sending copies to {to.host}:{to.port} failed: {error}") from error
 
@@ -199,9 +206,10 @@ def _send(
                     time.sleep(max(0.0, began_s + (start + len(part)) / bytes_per_s - time.monotonic()))
             connection.sendall(found.digest())
             answer = _receive(connection, 1)
+        if answer == Answer.FULL.value:
+            raise NoRoomError(f"the {label(copy.header)} found no room")
         if answer != Answer.KEPT.value:
-            why = {Answer.DAMAGED.value: "arrived damaged", Answer.FULL.value: "found no room"}
-            raise TransferError(f"the {label(copy.header)} {why.get(answer, 'was not kept')}")
+            raise TransferError(f"the {label(copy.header)} arrived damaged")
         return len(copy.buffer)
 
 

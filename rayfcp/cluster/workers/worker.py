@@ -94,7 +94,7 @@ class DeviceWorker:
         if not self._copies_name:
             return None
         try:
-            return CopyFolder(copies_folder(self._config.elastic.snapshot_dir, self._copies_name, node_id))
+            return CopyFolder(copies_folder(self._config.elastic.snapshot_dir, run=self._copies_name, node=node_id))
         except OSError as error:
             raise ConfigError(
                 f"elastic.snapshot_dir is {self._config.elastic.snapshot_dir}, where copies of the state cannot be "

@@ -40,7 +40,7 @@ Wanted = tuple[str, str, Box]
 PAGE = 4096
 COPY, UNFINISHED, LOCK = ".copy", ".new", "lock"
 
-MAX_SPARE = 2
+MAX_SPARE = 1
 """Files of dropped copies that a process keeps for new ones: the next copy allocates nothing, for this much memory."""
 
 ABANDONED_S = 900.0
@@ -91,11 +91,17 @@ class NewCopy:
     _folder: "CopyFolder"
     _file: _File | None
 
-    def publish(self) -> None:
-        """Make the copy visible; the buffer must not be written to any more."""
-        file, self._file = self._file, None
-        if file is not None:
-            self._folder._publish(file, self.header)
+    def publish(self) -> bool:
+        """Make the copy visible; the buffer must not be written to any more. False if somebody removed the folder, or
+        the file, and there is no copy."""
+        if self._file is not None:
+            try:
+                self._folder._publish(self._file, self.header)
+            except FileNotFoundError:
+                self.discard()
+                return False
+            self._file = None
+        return True
 
     def discard(self) -> None:
         """Give the memory back; nothing happens after `publish` or `discard`."""
@@ -134,7 +140,7 @@ def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
     return tuple(slice(at - start, at - start + size) for at, start, size in ends)
 
 
-def copies_folder(parent: str, run: str, node: str) -> Path:
+def copies_folder(parent: str, *, run: str, node: str) -> Path:
     """Folder of the copies of a run on a node. `parent` is a folder in shared memory; the run's is this user's own.
 
     Raises:
@@ -169,6 +175,9 @@ class CopyFolder:
         """
         _check(header)
         with self._lock:
+            if os.fstat(self._lock_fd).st_nlink == 0:  # somebody removed the folder
+                self.close()
+                self._lock_fd = _join(self.path)
             entries = self._bytes_of(header.entries)
             data_start = -(-(PAGE + len(entries)) // PAGE) * PAGE
             file = self._file_of(data_start + header.num_bytes, data_start=data_start)
@@ -184,7 +193,7 @@ class CopyFolder:
         for name in self._names(COPY):
             with suppress(OSError), (self.path / name).open("rb") as file:
                 header = _read_header(file.read(PAGE), entries_of=lambda size, file=file: file.read(size))
-                if header is not None:
+                if header is not None and _name(header.state, header.number) == name:  # else reused meanwhile
                     found.append(header)
         return tuple(sorted(found, key=lambda header: (header.state, header.number)))
 
@@ -220,7 +229,7 @@ class CopyFolder:
     def drop(self, kept: KeptStates, *, of_dead: bool = False) -> None:
         """Drop copies of all other states that this process wrote; with `of_dead` also those whose writers are dead,
         and what they left unfinished."""
-        for name in self._names(COPY):
+        for name in self._copy_names():
             if _state_of(name) in kept:
                 continue
             with self._lock:
@@ -234,7 +243,7 @@ class CopyFolder:
 
     def drop_generations(self, up_to: int) -> None:
         """Drop all copies of generations up to this number, whoever wrote them."""
-        for name in self._names(COPY):
+        for name in self._copy_names():
             if _state_of(name).generation <= up_to:
                 with self._lock:
                     file = self._own.pop(name, None)
@@ -251,7 +260,8 @@ class CopyFolder:
                 with _alone(path) as is_free:
                     if is_free:
                         for copy in path.glob(f"*{COPY}"):
-                            copy.replace(self.path / copy.name)
+                            if not (self.path / copy.name).exists():  # a living process may have written that
+                                copy.replace(self.path / copy.name)
                         shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -286,6 +296,11 @@ class CopyFolder:
         except FileNotFoundError:
             return []
 
+    def _copy_names(self) -> set[str]:
+        """Names of copies: all in the folder, and of this process's own also those that others have removed."""
+        with self._lock:
+            return {*self._names(COPY), *self._own}
+
     def _bytes_of(self, entries: tuple[ShardEntry, ...]) -> bytes:
         """Entries in JSON; those of one generation are one object, encoded once."""
         if self._entries[0] is not entries:
@@ -295,25 +310,33 @@ class CopyFolder:
 
     def _file_of(self, size: int, *, data_start: int) -> _File:
         for at, spare in enumerate(self._spare):
-            if (spare.size, spare.data_start) == (size, data_start):
+            if (spare.size, spare.data_start) == (size, data_start) and os.fstat(spare.fd).st_nlink:
                 return self._spare.pop(at)
-        name = f"{secrets.token_hex(8)}{UNFINISHED}"
-        path = self.path / name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        name, fd = self._make()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
             os.posix_fallocate(fd, 0, size)  # without it, a full file system shows by SIGBUS
             mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            (self.path / name).unlink(missing_ok=True)
             raise
         return _File(name, fd, mapping, data_start)
 
+    def _make(self) -> tuple[str, int]:
+        """Name and descriptor of a new file, which is locked."""
+        while True:
+            name = f"{secrets.token_hex(8)}{UNFINISHED}"
+            fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return name, fd
+            os.close(fd)  # removed before it was locked, as if it were a dead process's
+
     def _publish(self, file: _File, header: ShardHeader) -> None:
-        page = _page(header, num_entry_bytes=len(file.entries))
+        page = _page(header, entries=file.entries)
         file.mapping[: len(page)] = page
         name = _name(header.state, header.number)
+        fcntl.flock(file.fd, fcntl.LOCK_SH)  # before it has its name: readers do not wait
         with self._lock:
             (self.path / file.name).rename(self.path / name)
             replaced = self._own.pop(name, None)
@@ -321,23 +344,23 @@ class CopyFolder:
                 os.close(replaced.fd)
             file.name = name
             self._own[name] = file
-        fcntl.flock(file.fd, fcntl.LOCK_SH)
 
     def _recycle(self, file: _File) -> None:
-        """Keep a file for a new copy, unless enough are kept or somebody reads it."""
-        path = self.path / file.name
+        """Keep a file for a new copy, rather than the oldest that is kept, unless it is read or was removed."""
         with self._lock:
-            try:
+            if os.fstat(file.fd).st_nlink == 0:  # its name may be that of another file
+                os.close(file.fd)
+                return
+            with suppress(OSError):  # it is read, or gone with the folder
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if len(self._spare) < MAX_SPARE:
-                    name = f"{secrets.token_hex(8)}{UNFINISHED}"
-                    path.rename(self.path / name)
-                    file.name = name
-                    self._spare.append(file)
+                name = f"{secrets.token_hex(8)}{UNFINISHED}"
+                (self.path / file.name).rename(self.path / name)
+                file.name = name
+                self._spare.append(file)
+                if len(self._spare) <= MAX_SPARE:
                     return
-            except OSError:  # it is read, or gone with the folder
-                pass
-            path.unlink(missing_ok=True)
+                file = self._spare.pop(0)
+            (self.path / file.name).unlink(missing_ok=True)
             os.close(file.fd)
 
 
@@ -361,14 +384,16 @@ def label(header: ShardHeader) -> str:
 
 def _join(path: Path) -> int:
     """Lock of a folder, which is made if it is not there."""
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             fcntl.flock(fd, fcntl.LOCK_SH)
             if os.fstat(fd).st_nlink:
                 return fd
-            os.close(fd)  # removed meanwhile
+            os.close(fd)
 
 
 @contextmanager
@@ -415,14 +440,15 @@ def _state_of(name: str) -> StateId:
     return StateId(version=int(version), generation=int(generation))
 
 
-def _page(header: ShardHeader, *, num_entry_bytes: int) -> bytes:
+def _page(header: ShardHeader, *, entries: bytes) -> bytes:
     fields = {
         "state": asdict(header.state),
         "number": header.number,
         "num_devices": header.num_devices,
         "num_bytes": header.num_bytes,
         "scalars": header.scalars,
-        "num_entry_bytes": num_entry_bytes,
+        "num_entry_bytes": len(entries),
+        "entry_sum": xxhash.xxh3_64_hexdigest(entries),
     }
     text = json.dumps(fields).encode()
     if len(text) > PAGE - 17:
@@ -431,12 +457,15 @@ def _page(header: ShardHeader, *, num_entry_bytes: int) -> bytes:
 
 
 def _read_header(page: bytes, *, entries_of: Any) -> ShardHeader | None:
-    """Header in the first page of a file; None if that is damaged."""
+    """Header in the first page of a file; None if that or the entries are damaged, or of another copy."""
     text = page[16:].partition(b"\n")[0]
     if xxhash.xxh3_64_hexdigest(text).encode() != page[:16]:
         return None
     fields = json.loads(text)
-    return header_of_json(fields, entries=json.loads(entries_of(fields.pop("num_entry_bytes"))))
+    entries = entries_of(fields.pop("num_entry_bytes"))
+    if xxhash.xxh3_64_hexdigest(entries) != fields.pop("entry_sum"):
+        return None
+    return header_of_json(fields, entries=json.loads(entries))
 
 
 def header_of_json(fields: dict[str, Any], *, entries: Sequence[Any]) -> ShardHeader:

@@ -139,7 +139,11 @@ class Snapshots:
         except OSError as error:
             logger.warning("no copy of state %s: %s in %s", state, error.strerror, self._copies.path)
         else:
-            self._copy(parts, new)
+            try:
+                self._copy(parts, new)
+            except BaseException:
+                new.discard()
+                raise
         self.seconds += time.perf_counter() - start_s
 
     def _lay_out(self, parts: Sequence[ShardTensor]) -> None:
@@ -208,16 +212,21 @@ class Snapshots:
         """Wait until the last copy is complete. Any thread may call it; a RuntimeError if the accelerator was stopped
         meanwhile, and the copy lost."""
         with self._lock:
-            pending, self._pending = self._pending, None
-            if pending is None:
+            pending = self._pending
+        if pending is None:
+            return
+        new, copied = pending
+        copied.exception()  # waits; not with the lock, which the thread takes between two copies
+        with self._lock:
+            if self._pending is not pending:
                 return
-            new, copied = pending
+            self._pending = None
             try:
                 copied.result()
+                self._publish(new)
             except BaseException:
                 new.discard()
                 raise
-            self._publish(new)
 
     def _settle_later(self, copied: Future[None]) -> None:
         """Publish the copy as soon as it is complete; an error is raised by whoever settles next."""
@@ -227,8 +236,8 @@ class Snapshots:
             self.settle()
 
     def _publish(self, new: NewCopy) -> None:
-        new.publish()
-        self.copied = new.header.state
+        if new.publish():
+            self.copied = new.header.state
 
     def hold_update(self) -> None:
         """`settle`, and count how long it took; call it before each update."""
