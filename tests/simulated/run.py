@@ -356,8 +356,7 @@ class SimulatedRun:
                     self._violated(
                         f"resizes_total of {direction} is {have}, the events tell of {sum(map(is_so, happened))}"
                     )
-        without = [each for each in happened if not each.reason]
-        if without:
+        if without := [each for each in happened if not each.reason]:
             self._violated(f"an event has no reason: {without[0]}")
 
     def _check_recoveries(self, recoveries: list[Event], metrics: MetricsExporter) -> None:
@@ -407,8 +406,7 @@ class SimulatedRun:
             self._check_checkpoints()
 
     def _check_nothing_left(self) -> None:
-        left = [actor.process.label for kind in Role for actor in self.world.living(kind.value)]
-        if left:
+        if left := [actor.process.label for kind in Role for actor in self.world.living(kind.value)]:
             self._violated(f"still alive after the end: {', '.join(left)}")
         if self.world.reservations:
             self._violated(f"devices not given back: {sorted(self.world.reservations)}")
