@@ -68,7 +68,7 @@ def _losses_now() -> tuple[Panel, ...]:
             "Steps since checkpoint",
             Line(expr=UNSAVED),
             unit="short",
-            about="What is lost should all devices and snapshot stores go at once.",
+            about="What is lost should all nodes go at once.",
             decimals=0,
         ),
         number(
@@ -134,7 +134,7 @@ def _losses() -> Section:
             bars(
                 "Steps done again",
                 Line(expr=grown("lost_steps_total")),
-                about="At most elastic.snapshot_every_steps a recovery while snapshot stores live.",
+                about="None while nodes live; at most the interval of copies on other nodes otherwise.",
                 width=6,
             ),
         ),
@@ -174,6 +174,21 @@ def _copies() -> Section:
                 Line(expr=grown("failed_checkpoints_total"), legend="{{run}} failed"),
                 about="Written whole, and failed.",
                 width=6,
+            ),
+            chart(
+                "Steps between copies",
+                Line(expr=of("snapshot_interval_steps"), legend="{{run}} on nodes"),
+                Line(expr=of("snapshot_away_interval_steps"), legend="{{run}} on other nodes"),
+                unit="short",
+                about="What the death of processes, and the loss of a node, may take (elastic.snapshot_every_steps).",
+                stepped=True,
+            ),
+            chart(
+                "Expected loss an hour",
+                Line(expr=of("expected_lost_seconds_per_hour")),
+                unit="s",
+                about="Training time that copies cost and losses take, from measured times and rates of losses.",
+                stepped=True,
             ),
         ),
     )

@@ -234,8 +234,8 @@ class ElasticConfig(Section):
 
     start_timeout_s: PositiveFloat = Field(default=300.0, description="for workers to start")
     collective_timeout_s: PositiveFloat = Field(default=600.0, description="for one exchange between ranks")
-    snapshot_every_steps: int = Field(
-        default=1, ge=0, description="steps from one copy of all shards on other nodes to the next; 0: none"
+    snapshot_every_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto", description="finished steps that the loss of a node may take; 0: no copies of the state at all"
     )
     snapshot_dir: str = Field(default="/dev/shm", description="of nodes, on a tmpfs: copies of the state live there")
     min_workers: Count | None = Field(

@@ -90,6 +90,11 @@ METRICS: tuple[Metric, ...] = (
         "seconds",
         "Last copy of all shards, and its way to another node if there are several",
     ),
+    _gauge("snapshot_interval_steps", "steps", "Steps from one copy of the state on its nodes to the next"),
+    _gauge(
+        "snapshot_away_interval_steps", "steps", "Finished steps that the loss of a node takes at most; 0 with one node"
+    ),
+    _gauge("expected_lost_seconds_per_hour", "seconds", "Expected cost of copies and of losses, without recoveries"),
     _gauge(
         "recovery_seconds", "seconds", "Last recovery, from the detection of a loss to the dispatch of the next step"
     ),

@@ -17,8 +17,6 @@ from tests.chaos.leftovers import living
 from tests.chaos.progress import Progress
 from tests.chaos.schedule import Kind
 
-SHARED_MEMORY = Path("/dev/shm")
-
 NOTICE_S = 60.0
 """Notice that a preempted node gets."""
 
@@ -149,5 +147,5 @@ def _named(moment: Moment) -> str:
 def forget_memory(run_dir: Path, *, node_id: str = "*") -> None:
     """Remove the copies of a run's state on a node, or on all. Nodes of these tests are on one machine, whose memory
     outlives them."""
-    for folder in SHARED_MEMORY.glob(f"rayfcp-*/*-{History(run_dir).run}/{node_id}"):
+    for folder in run_dir.parent.glob(f"rayfcp-*/*-{History(run_dir).run}/{node_id}"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from tests.chaos.workers import ChaosWorker
 from tests.cluster.runs import run_config, steps_of
 from tests.waiting import PATIENCE_S
 
-QUICK = {"hang_min_s": 10.0, "hang_factor": 5.0, "look_every_s": 0.5}
+QUICK = {"hang_min_s": 10.0, "hang_factor": 5.0, "look_every_s": 0.5, "snapshot_every_steps": 1}
 """Nobody waits long for what hangs."""
 
 SLOW = {"learning_rate": 1e-4}

@@ -67,7 +67,7 @@ SINGLE = frozenset(
         Kind.CONNECTION_BREAKS,
     }
 )
-"""One of these alone takes no more steps back than lie between two copies."""
+"""One of these alone takes no finished step, or one that falls between two."""
 
 WEIGHT = {Kind.USER_STOPS: 0.3, Kind.PROGRAM_FAILS: 0.2, Kind.ALL_WORKERS_DIE: 0.5, Kind.CHECKPOINT_DAMAGED: 0.6}
 
@@ -127,7 +127,7 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
         )
         for number, kind in enumerate(rng.choices(kinds, weights, k=count))
     )
-    every = rng.choice([1, 1, 1, 2, 3, 0])
+    every = rng.choice([1, 1, "auto", 2, 3, 0])
     skipped = frozenset({rng.randint(1, num_steps)}) if rng.random() < 0.1 else frozenset()
     sections = {
         "train": {"steps": num_steps, "on_nonfinite": "skip"},

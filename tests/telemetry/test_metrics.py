@@ -26,7 +26,8 @@ context_parallel_degree_bucket world_size goodput_ratio process_group_seconds pr
 worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total
 snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds predicted_seconds num_microbatches
 strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by devices_wanted checkpoints_total
-checkpoint_step straggler_threshold_ratio skipped_updates_total failed_checkpoints_total"""
+checkpoint_step straggler_threshold_ratio skipped_updates_total failed_checkpoints_total snapshot_interval_steps
+snapshot_away_interval_steps expected_lost_seconds_per_hour"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -72,7 +73,9 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     exporter.observe_recovery("died", seconds=0.5)
     exporter.count("lost_steps_total", 1)
     exporter.count("resizes_total", direction="down")
-    exporter.set("snapshot_seconds", 0.1)
+    for name in ("snapshot_seconds", "snapshot_interval_steps", "snapshot_away_interval_steps"):
+        exporter.set(name, 0.1)
+    exporter.set("expected_lost_seconds_per_hour", 0.1)
     exporter.set_speed(0, 0.75)
     samples = scrape(exporter.url)
     names = {name for name, _ in samples}

@@ -180,6 +180,7 @@ class TrainingLoop:
             self._rescue(failure)
             raise StoppedError
         self._state.on_recovery(failure)
+        self._stepper.replication.after_loss(failure)
         self._log(f"step {step}: {decision.reason}")
         cluster = self._state.spec(decision)
         return decision, self._take_up(decision, cluster, version=None)

@@ -60,7 +60,7 @@ class Stepper:
         self._times = StepTimes()
         self._finished: tuple[PlannedStep, list[DeviceReport]] | None = None
         """The last step, until it is learned from."""
-        self.replication = Replication(config, cluster_state, version=version)
+        self.replication = Replication(config, cluster_state, version=version, metrics=journal.metrics, log=log)
         self._again_to = 0
         """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
@@ -127,7 +127,7 @@ class Stepper:
         # Before the next one, after which copies of this step's state may be dropped: a restarted controller cannot
         # resume from a state whose step is not in the log.
         self._commit(planned, devices, report)
-        self.replication.after_step(devices)
+        self.replication.after_step(devices, step_s=step_s)
         copied_s = max(each.snapshot_s for each in devices)
         self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
         self.saver.after_step(step, ranks=devices)

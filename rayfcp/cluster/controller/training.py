@@ -17,6 +17,7 @@ from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.history import History
+from rayfcp.cluster.recovery.room import check_room
 from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime import Runtime, TaskFailedError
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
@@ -254,6 +255,8 @@ class Controller:
                 self._log(f"{error}, before the first step; starting with the workers that are left")
         cluster = cluster_state.spec(decision)
         _check_longest(self._config, data, cluster)
+        in_use = [member.facts for member in cluster_state.worker_group.all if member.id in decision.devices]
+        check_room(self._config, data.model, facts=in_use)
         restored = found if is_newer else None
         version = resume.step if restored is None or restored.state is None else restored.state.version
         return InitialGeneration(decision=decision, cluster=cluster, found=restored, version=version)

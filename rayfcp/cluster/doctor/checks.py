@@ -15,6 +15,8 @@ from rayfcp.cluster.doctor.facts import (
     Verdict,
     size,
 )
+from rayfcp.cluster.recovery.room import MEMORY_SHARE, copies_of_state
+from rayfcp.cluster.recovery.room import STATE_BYTES as COPY_BYTES
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
 
 LEAST_SHM_BYTES, LEAST_SHM_SHARE = 2 * GIB, 0.1
@@ -262,6 +264,24 @@ def host_memory(facts: Facts) -> Findings:
     yield check(what, remedy, well=have >= need)
 
 
+def shared_memory(facts: Facts) -> Findings:
+    """Shared memory for copies of the state on the nodes with devices."""
+    nodes = [node for node in facts.nodes if node.storage and (node.devices is None or _offers_devices(node, facts))]
+    if facts.num_parameters is None or not nodes or facts.config.elastic.snapshot_every_steps == 0:
+        return
+    number, share = copies_of_state(len(nodes)), COPY_BYTES * facts.num_parameters / len(nodes)
+    least = min(nodes, key=lambda node: min(node.shm_bytes, node.memory_bytes))
+    have = min(least.shm_bytes, int(MEMORY_SHARE * least.memory_bytes))
+    what = f"{size(have)} for copies of the state in memory, {number} of {size(share)} are made on a node"
+    remedy = "enlarge /dev/shm (docker run --shm-size, an emptyDir of medium Memory), or elastic.snapshot_every_steps=0"
+    yield check(what, remedy, well=have >= number * share)
+
+
+def _offers_devices(node: NodeFacts, facts: Facts) -> bool:
+    """Whether workers may run there."""
+    return bool((node.devices or {}).get(_device(facts).resource or "CPU", 0))
+
+
 def same_versions(facts: Facts) -> Findings:
     if len(facts.nodes) < 2:
         return
@@ -321,7 +341,7 @@ OF_NODE: tuple[Callable[[NodeFacts], Findings], ...] = (
     connection,
 )
 OF_WHOLE: tuple[Callable[[Facts], Findings], ...] = (
-    *(services, same_versions, cluster_resources, local_devices, host_memory, checkpoint_space, token),
+    *(services, same_versions, cluster_resources, local_devices, host_memory, shared_memory, checkpoint_space, token),
 )
 
 

@@ -1,8 +1,9 @@
 """When states are copied, on their nodes and to other nodes, and which copies stay."""
 
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rayfcp.cluster.recovery.store import Sent
@@ -10,14 +11,24 @@ from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError
 from rayfcp.cluster.runtime import CallError, TaskFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.config import Config
+from rayfcp.elastic.facts import Cause, Failure, counted
+from rayfcp.elastic.intervals import CopyCosts, Intervals, Loses, LossRates, choose, lost_per_hour
 from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
+from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import KeptStates, StateId
+from rayfcp.values.devices import AUTO
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Between two looks at copies that are sent while steps wait for them."""
+
+FIRST, REMEMBERED = 3, 16
+"""Steps after which intervals are chosen first, and then each time, from that many last ones."""
+
+TOLD_RATIO = 2.0
+"""Change of an interval that the user is told of."""
 
 PAUSE_S = 0.5
 """Before another attempt, while steps wait for it."""
@@ -30,7 +41,15 @@ class Replication:
     there are several nodes, their stores send copies to other nodes, now and then, while steps go on.
     """
 
-    def __init__(self, config: Config, cluster_state: ClusterState, *, version: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        cluster_state: ClusterState,
+        *,
+        version: int,
+        metrics: MetricsExporter,
+        log: Callable[[str], None],
+    ) -> None:
         self._elastic, self._state = config.elastic, cluster_state
         self._runtime, self._stores = cluster_state.worker_group.runtime, cluster_state.snapshot_stores
         self.states = CopiedStates.start((), generation=-1, first=version)
@@ -39,6 +58,12 @@ class Replication:
         self._sent: list[Sent] = []
         self.send_s = 0.0
         """Seconds that it took to send the last state to other nodes."""
+        every = config.elastic.snapshot_every_steps
+        self._is_auto = every == AUTO
+        self.intervals = Intervals.fixed(1 if every == AUTO else int(every))
+        self._rates, self._num_steps = LossRates(), 0
+        self._step_s, self._copy_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
+        self._log, self._metrics = log, metrics
         self._is_failed = self._lacks_room = self._are_removed = False
 
     @property
@@ -77,12 +102,20 @@ class Replication:
         """The copy that devices make after `step`, if any, and the states whose copies they keep."""
         if not self.is_on:
             return None, KeptStates(since=StateId(version=step, generation=self.states.generation))
+        if step - self._taken < self.intervals.here:
+            return None, self.states.kept
         self._taken = step
         return StateId(version=step, generation=self.states.generation), self.states.kept
 
-    def after_step(self, devices: Sequence[DeviceReport]) -> None:
+    def after_loss(self, failure: Failure) -> None:
+        """Take note of a loss, for the intervals."""
+        for _ in failure.lost:
+            self._rates = self._rates.after(lost=Loses.NODE if failure.cause is Cause.NODE else Loses.PROCESS)
+
+    def after_step(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Take note of the copies that were made, and send those that are due."""
         if self.is_on:
+            self._measure(devices, step_s=step_s)
             copied = {id: report.copied for id, report in zip(self._state.ids, devices, strict=True)}
             self.states = self.states.after(copied)
             self._proceed()
@@ -99,7 +132,7 @@ class Replication:
         if self._is_failed:
             self._renew(step)
         end_s = self._runtime.now_s() + self._elastic.hang_min_s
-        while self._sends and not self._lacks_room and not self.states.may_dispatch(step, every=self._every):
+        while self._sends and not self._lacks_room and not self.states.may_dispatch(step, every=self.intervals.away):
             if self._is_failed or self._runtime.now_s() > end_s:
                 self._runtime.flag().wait(PAUSE_S)
                 self._renew(step)
@@ -108,7 +141,7 @@ class Replication:
             if self._pushes:
                 self._runtime.wait(self._pushes, timeout_s=LOOK_S)
                 self._collect()
-            elif self.states.to_send(every=self._every) is not None:
+            elif self.states.to_send(every=self.intervals.send) is not None:
                 self._stores.await_opened(timeout_s=LOOK_S)
             elif not self._is_failed:
                 return  # nothing newer is copied: there was no memory for it
@@ -117,9 +150,36 @@ class Replication:
     def _sends(self) -> bool:
         return self._stores.sends(member.facts.node_id for member in self._state.worker_group.members)
 
-    @property
-    def _every(self) -> int:
-        return self._elastic.snapshot_every_steps
+    def _measure(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
+        """Remember a step; now and then, choose the intervals anew."""
+        self._num_steps += 1
+        self._rates = self._rates.after(device_hours=len(devices) * step_s / 3600)
+        self._step_s.append(step_s)
+        copy_s = max(each.snapshot_s for each in devices)
+        if copy_s > 0:  # not all steps copy
+            self._copy_s.append(copy_s)
+        if self._is_auto and (self._num_steps == FIRST or self._num_steps % REMEMBERED == 0):
+            self._choose()
+
+    def _choose(self) -> None:
+        costs = CopyCosts(
+            step_s=statistics.median(self._step_s),
+            here_s=statistics.median(self._copy_s or [0.0]),
+            away_s=self.send_s if self._sends else None,
+        )
+        num_devices, before = len(self._state.ids), self.intervals
+        self.intervals = choose(costs, self._rates, num_devices=num_devices)
+        lost_s = lost_per_hour(costs, self._rates, self.intervals, num_devices=num_devices)
+        self._metrics.set("snapshot_interval_steps", self.intervals.here)
+        self._metrics.set("snapshot_away_interval_steps", self.intervals.away if self._sends else 0)
+        self._metrics.set("expected_lost_seconds_per_hour", lost_s)
+        ratios = [self.intervals.here / before.here, self.intervals.away / before.away if self._sends else 1.0]
+        if max(ratios) >= TOLD_RATIO or min(ratios) <= 1 / TOLD_RATIO:
+            away = f", every {counted(self.intervals.away, 'step')} to other nodes" if self._sends else ""
+            self._log(
+                f"the state is copied every {counted(self.intervals.here, 'step')}{away}: {self.intervals.reason}; "
+                f"{lost_s:.1f} s an hour are expected to be lost"
+            )
 
     def _proceed(self) -> None:
         """Take note of what was sent, and send what is due."""
@@ -127,7 +187,7 @@ class Replication:
             self._collect()
         if self._sends and not self._stores.targets <= self._state.nodes.alive:
             self.states, self._is_failed = self.states.without_away(), True
-        state = self.states.to_send(every=self._every)
+        state = self.states.to_send(every=self.intervals.send)
         if state is None or self._is_failed or not self._sends:
             return
         numbers: dict[str, list[int]] = defaultdict(list)

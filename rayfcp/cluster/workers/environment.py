@@ -7,12 +7,45 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from rayfcp.cluster.workers.facts import LOOPBACK
+from rayfcp.cluster.workers.facts import LOOPBACK, HostFacts
 from rayfcp.values.devices import DEVICES
 
 _SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (netdevice(7))."""
+
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Of the container, where there is one: version 2, or version 1 in `memory`."""
+
+
+def host_facts(snapshot_dir: str, *, store_bytes: int) -> HostFacts:
+    """Memory of this node. `store_bytes`: of Ray's object store. What the kernel can drop, such as files' pages, is not
+    in use."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    limit, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    used = limit - free
+    for limit_file, used_file, stat in _cgroup_files():
+        with suppress(OSError, ValueError):
+            own = int(limit_file.read_text())
+            if own < limit:
+                inactive = dict(line.split() for line in stat.read_text().splitlines()).get("inactive_file", 0)
+                limit, used = own, int(used_file.read_text()) - int(inactive)
+    shm = os.statvfs(snapshot_dir)
+    return HostFacts(limit_bytes=limit, used_bytes=used, store_bytes=store_bytes, shm_bytes=shm.f_bavail * shm.f_frsize)
+
+
+def _cgroup_files() -> list[tuple[Path, Path, Path]]:
+    """Files with limit, use and details of the container's memory."""
+    old = CGROUP / "memory"
+    return [
+        (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
+        (old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", old / "memory.stat"),
+    ]
 
 
 def set_environment(granted: Mapping[str, Sequence[str]]) -> None:

@@ -18,6 +18,17 @@ class RunAbortedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """Memory of a node, or of the container that the worker runs in: its limit, what is in use, what Ray's object store
+    may take, and what is free in `elastic.snapshot_dir`."""
+
+    limit_bytes: int
+    used_bytes: int
+    store_bytes: int
+    shm_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """A worker's node, process and device. `peak_flops` is None if it is not in the table.
 
@@ -32,6 +43,7 @@ class DeviceFacts:
     worker_id: str = ""
     pid: int = 0
     slot: str = ""
+    host: HostFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

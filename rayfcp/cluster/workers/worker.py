@@ -14,8 +14,8 @@ from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
 from rayfcp.cluster.planning.out_of_memory import out_of_memory, step_of
-from rayfcp.cluster.workers.environment import set_environment, use_interface
-from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
+from rayfcp.cluster.workers.environment import host_facts, set_environment, use_interface
+from rayfcp.cluster.workers.facts import DeviceFacts, HostFacts, Rendezvous
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
@@ -86,6 +86,7 @@ class DeviceWorker:
             peak_flops=backend.peak_flops(self._device),
             worker_id=self._worker_id,
             pid=os.getpid(),
+            host=self._host_facts(context.get_node_id()),
             slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
         )
         return self._facts
@@ -100,6 +101,13 @@ class DeviceWorker:
                 f"elastic.snapshot_dir is {self._config.elastic.snapshot_dir}, where copies of the state cannot be "
                 f"kept: {error}; name a folder on a tmpfs that workers can write to"
             ) from error
+
+    def _host_facts(self, node_id: str) -> HostFacts | None:
+        if self._copies is None:
+            return None
+        resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+        store_bytes = int(resources.get("object_store_memory", 0))
+        return host_facts(self._config.elastic.snapshot_dir, store_bytes=store_bytes)
 
     @control
     def beat(self) -> Beat | None:

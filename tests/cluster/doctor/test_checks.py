@@ -118,7 +118,7 @@ FAILS = {
     "port taken": (access(metrics_port_taken=True), "port 90 on 127.0.0.1 is taken"),
 }
 WARNS = {
-    "little shared memory": (on_node(shm_bytes=GIB // 16), "/dev/shm has 64.0 MiB"),
+    "little shared memory": (replace(on_node(shm_bytes=GIB // 16), num_parameters=10**6), "/dev/shm has 64.0 MiB"),
     "rather few files": (on_node(open_files=20000), "20000 open files permitted"),
     "small object store": (on_node(devices={"GPU": 8.0, "object_store_memory": 1e8}), "object store has 95.4 MiB"),
     "slower kernel": (accelerators(kernel=SLOWER), "on cuda: torch's flash, "),
@@ -152,6 +152,18 @@ def test_what_is_worth_a_word(case: str) -> None:
     found = problems(facts)
     assert [each.verdict for each in found] == [Verdict.WARN]
     assert expected in found[0].what and found[0].remedy
+
+
+def test_copies_of_the_state_need_shared_memory() -> None:
+    """Three of the whole state on one node, six of its half on each of two."""
+    for nodes, copies in (((NODE,), 3), (WELL.nodes, 3)):
+        least = copies * 12 * 10**8
+        for shm_bytes, verdicts in ((least, []), (least - 10, [Verdict.FAIL])):
+            room = tuple(replace(node, shm_bytes=max(shm_bytes, 0), memory_bytes=8 * GIB) for node in nodes)
+            found = problems(replace(WELL, nodes=room))
+            assert [each.verdict for each in found] == verdicts, found
+    off = replace(WELL, nodes=room, config=CONFIG.changed(elastic={"snapshot_every_steps": 0}))
+    assert problems(off) == []
 
 
 def test_a_problem_of_one_node_names_it() -> None:
@@ -194,7 +206,8 @@ def test_workers_need_cores_and_memory(workers: int, state_gib: int, verdicts: l
     node = replace(
         NODE, devices=None, accelerators=Accelerators(kind="cpu", kernel="x"), num_cpus=4, memory_bytes=8 * GIB
     )
-    config = CONFIG.changed(cluster={"device": "cpu", "num_workers": (workers, 64)})
+    without_copies = {"snapshot_every_steps": 0}
+    config = CONFIG.changed(cluster={"device": "cpu", "num_workers": (workers, 64)}, elastic=without_copies)
     facts = Facts(nodes=(node,), access=ACCESS, config=config, num_parameters=state_gib * GIB // STATE_BYTES)
     assert [each.verdict for each in problems(facts)] == verdicts
 

@@ -1,0 +1,64 @@
+"""Room for copies of the state in the memory of nodes, checked before training starts.
+
+Ray's memory monitor counts shared memory, cannot free it by ending processes, and ends all actors of the node when
+memory runs out.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.config import Config, ConfigError
+from rayfcp.values import ModelProfile
+from rayfcp.values.devices import DEVICES
+
+GIB = 1 << 30
+
+STATE_BYTES = 12
+"""Of a parameter in copies: fp32 with both moments of AdamW."""
+
+COPIES_ALONE, COPIES_WITH_OTHERS = 3, 6
+"""Copies of its devices' state in the memory of a node: the newest, the next, and one whose memory is used again; with
+several nodes, one more that is on another node too, and two of another node's devices."""
+
+MEMORY_SHARE = 0.85
+"""Of a node's memory that may be used; Ray's monitor acts at 0.95."""
+
+
+def copies_of_state(num_nodes: int) -> int:
+    """Copies of its own share of the state that a node needs room for."""
+    return COPIES_ALONE if num_nodes == 1 else COPIES_WITH_OTHERS
+
+
+def check_room(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts]) -> None:
+    """Check that the copies of these devices' state fit into the memory of their nodes.
+
+    Raises:
+        ConfigError: they do not, in one line with the remedy.
+    """
+    if config.elastic.snapshot_every_steps == 0:
+        return
+    devices = Counter(each.node_id for each in facts)
+    of_node = {each.node_id: each for each in facts}
+    for node, count in sorted(devices.items()):
+        host, share = of_node[node].host, STATE_BYTES * model.num_parameters * count / len(facts)
+        if host is None:
+            continue
+        copies = copies_of_state(len(devices))
+        what = (
+            f"elastic.snapshot_dir: {copies} copies of a state of {share / GIB:.2f} GiB do not fit on node {node[:8]}, "
+        )
+        remedy = "use more nodes or a smaller model, or set elastic.snapshot_every_steps=0 to train without copies"
+        if copies * share > host.shm_bytes:
+            raise ConfigError(
+                f"{what}where {config.elastic.snapshot_dir} has {host.shm_bytes / GIB:.2f} GiB free; enlarge it "
+                f"(docker run --shm-size, or an emptyDir of medium Memory), {remedy}"
+            )
+        live = share if DEVICES[of_node[node].device].is_host else 0.0
+        need = host.used_bytes + host.store_bytes + copies * share + live
+        if need > MEMORY_SHARE * host.limit_bytes:
+            raise ConfigError(
+                f"{what}of whose {host.limit_bytes / GIB:.1f} GiB of memory {MEMORY_SHARE:.0%} may be used, by "
+                f"{host.used_bytes / GIB:.1f} GiB that are in use and {host.store_bytes / GIB:.1f} GiB of Ray's object "
+                f"store too; lower that (ray start --object-store-memory), {remedy}"
+            )

@@ -1,0 +1,122 @@
+"""How often the state is copied, on its nodes and to other nodes.
+
+Young's interval (1974): copies that each cost s seconds of training, against losses at a rate of r per second, cost
+least with sqrt(2 s / r) seconds between them.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+STALL_BUDGET = 0.02
+"""Share of a step that copies on the nodes may cost on average. Within it they are made after every step."""
+
+NETWORK_BUDGET = 0.1
+"""Share of the time in which copies may be on their way to other nodes."""
+
+REPLAY_S = 120.0
+"""Training time that a loss may cost at most, where the budgets permit."""
+
+AWAY_STALL = 0.1
+"""Assumed share of the time on the network by which training is slower meanwhile; nothing measured it on a network."""
+
+
+class Loses(StrEnum):
+    """What a loss takes with it."""
+
+    PROCESS = "process"
+    NODE = "node"
+
+
+PRIOR_PER_DEVICE_HOUR = {Loses.PROCESS: 1.39e-5, Loses.NODE: 5.85e-6}
+"""Interruptions of Llama 3's pre-training: 419 in 21.2 million GPU-hours (The Llama 3 Herd of Models, 2024, Table 5).
+The memory of the node counts as lost with all faults of hosts, and with a quarter of those of devices and networks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRates:
+    """Losses seen in `device_hours`; immutable, methods return the next value."""
+
+    device_hours: float = 0.0
+    losses: Counter[Loses] = field(default_factory=Counter)
+
+    def after(self, *, device_hours: float = 0.0, lost: Loses | None = None) -> "LossRates":
+        seen = self.losses + Counter([lost] if lost is not None else [])
+        return replace(self, device_hours=self.device_hours + device_hours, losses=seen)
+
+    def per_second(self, kinds: tuple[Loses, ...], *, num_devices: int) -> float:
+        """Expected losses of these kinds a second. The prior counts as one loss in the hours that it takes one."""
+        per_hour = sum(
+            (1 + self.losses[kind]) / (1 / PRIOR_PER_DEVICE_HOUR[kind] + self.device_hours) for kind in kinds
+        )
+        return per_hour * num_devices / 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyCosts:
+    """Measured seconds: `step_s`, a step; `here_s`, what a step waits for a copy on its node; `away_s`, copies' way to
+    another node, None if there is none or it was not measured yet."""
+
+    step_s: float
+    here_s: float
+    away_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intervals:
+    """Steps between copies: on the nodes (`here`), and at most finished steps that the loss of a node takes (`away`).
+    `send`: steps after which the next copies are sent, so that they arrive in time."""
+
+    here: int
+    away: int
+    send: int
+    reason: str = ""
+
+    @classmethod
+    def fixed(cls, every: int) -> "Intervals":
+        return cls(here=1, away=every, send=every, reason="elastic.snapshot_every_steps")
+
+
+def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals:
+    """Return the intervals that cost least by Young's formula, within the budgets; copies on the nodes are made after
+    every step where that stays within its budget."""
+    step_s = max(costs.step_s, 1e-6)
+    most = max(1, int(REPLAY_S / step_s))
+    here = 1
+    if costs.here_s > STALL_BUDGET * step_s:
+        least = math.ceil(costs.here_s / (STALL_BUDGET * step_s))
+        rate = rates.per_second((Loses.PROCESS, Loses.NODE), num_devices=num_devices)
+        here = _within(_young(costs.here_s, rate) / step_s, least=least, most=most)
+    away_s = costs.away_s if costs.away_s is not None else 0.0
+    travels = math.ceil(away_s / step_s)
+    rate = rates.per_second((Loses.NODE,), num_devices=num_devices)
+    least = max(here, math.ceil(away_s / (NETWORK_BUDGET * step_s)), 1)
+    away = most if costs.away_s is None else _within(_young(AWAY_STALL * away_s, rate) / step_s, least=least, most=most)
+    away = max(away, here + travels)
+    return Intervals(
+        here=here,
+        away=away,
+        send=max(1, away - travels - here + 1),
+        reason=f"a copy costs {costs.here_s:.3f} s of a step of {step_s:.2f} s, {away_s:.2f} s to another node",
+    )
+
+
+def lost_per_hour(costs: CopyCosts, rates: LossRates, intervals: Intervals, *, num_devices: int) -> float:
+    """Return the expected seconds of training lost an hour: copies' own cost, and finished steps that run again. The
+    time of the recoveries themselves is left out."""
+    process = rates.per_second((Loses.PROCESS,), num_devices=num_devices)
+    node = rates.per_second((Loses.NODE,), num_devices=num_devices)
+    away_s = AWAY_STALL * costs.away_s if costs.away_s is not None else 0.0
+    copies = costs.here_s / (intervals.here * costs.step_s) + away_s / (intervals.away * costs.step_s)
+    again = process * (intervals.here - 1) / 2 + node * (intervals.away + 1) / 2
+    return 3600 * (copies + again * costs.step_s)
+
+
+def _young(cost_s: float, rate: float) -> float:
+    return math.sqrt(2 * cost_s / rate)
+
+
+def _within(steps: float, *, least: int, most: int) -> int:
+    """Whole steps; where the bounds contradict each other, the budget counts."""
+    return max(least, min(most, max(1, round(steps))))
