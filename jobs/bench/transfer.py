@@ -1,5 +1,7 @@
-"""Copies of the state from one node's shared memory to another's, as snapshot stores send them; and as objects of Ray, in
-chunks of 32 MiB with checksums, between two raylets. All on this machine: rates of a network are lower, CPU time counts.
+"""Copies of the state from one node's shared memory to another's, as snapshot stores send them; and as objects of Ray,
+in chunks of 32 MiB with checksums, between two raylets.
+
+All on this machine: rates of a network are lower, CPU time counts.
 
     python jobs/bench/transfer.py --gib 1 --rounds 3
 

@@ -72,3 +72,26 @@ def test_full_memory_stops_no_run() -> None:
         result = ran(fault(Kind.MEMORY_FULL, 5, lasts_s=6.0), seed=seed)
         ended_well(result)
         assert not of(result, EventKind.RECOVERY)
+
+
+def test_steps_wait_for_slow_copies() -> None:
+    """The loss of a node takes no more than two steps, though copies need five to reach another."""
+    for seed in range(5):
+        result = ran(
+            fault(Kind.NODE_DIES, 12),
+            nodes=(2, 2, 2),
+            seed=seed,
+            push_s=1.5,
+            steps=20,
+            elastic={"snapshot_every_steps": 2},
+        )
+        ended_well(result, steps=20)
+        assert all(each.lost_steps <= 2 for each in result.events), result.events
+
+
+def test_auto_loses_no_step_to_processes_and_says_what_it_chose() -> None:
+    result = ran(fault(Kind.ALL_WORKERS_DIE, 25), elastic={"snapshot_every_steps": "auto"}, steps=40)
+    ended_well(result, steps=40)
+    assert not any(each.lost_steps for each in result.events)
+    chosen = [line for line in result.lines if "the state is copied every 1 step, every " in line]
+    assert len(chosen) == 1 and "to other nodes: a copy costs 0.000 s of a step of 0." in chosen[0], result.lines

@@ -10,6 +10,7 @@ what has the name of a copy is whole, whenever its writer died. Locks (`flock`) 
 """
 
 import fcntl
+import hashlib
 import json
 import logging
 import mmap
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
@@ -448,22 +448,27 @@ def _page(header: ShardHeader, *, entries: bytes) -> bytes:
         "num_bytes": header.num_bytes,
         "scalars": header.scalars,
         "num_entry_bytes": len(entries),
-        "entry_sum": xxhash.xxh3_64_hexdigest(entries),
+        "entry_sum": _sum(entries),
     }
     text = json.dumps(fields).encode()
     if len(text) > PAGE - 17:
         raise ValueError(f"{label(header)}: its header takes {len(text)} bytes, {PAGE - 17} are allowed")
-    return (xxhash.xxh3_64_hexdigest(text).encode() + text + b"\n").ljust(PAGE, b"\0")
+    return (_sum(text).encode() + text + b"\n").ljust(PAGE, b"\0")
+
+
+def _sum(data: bytes) -> str:
+    """Checksum of 16 characters."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _read_header(page: bytes, *, entries_of: Any) -> ShardHeader | None:
     """Header in the first page of a file; None if that or the entries are damaged, or of another copy."""
     text = page[16:].partition(b"\n")[0]
-    if xxhash.xxh3_64_hexdigest(text).encode() != page[:16]:
+    if _sum(text).encode() != page[:16]:
         return None
     fields = json.loads(text)
     entries = entries_of(fields.pop("num_entry_bytes"))
-    if xxhash.xxh3_64_hexdigest(entries) != fields.pop("entry_sum"):
+    if _sum(entries) != fields.pop("entry_sum"):
         return None
     return header_of_json(fields, entries=json.loads(entries))
 
