@@ -102,7 +102,7 @@ def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals
     )
 
 
-def lost_per_hour(costs: CopyCosts, rates: LossRates, intervals: Intervals, *, num_devices: int) -> float:
+def lost_per_hour(costs: CopyCosts, rates: LossRates, *, intervals: Intervals, num_devices: int) -> float:
     """Return the expected seconds of training lost an hour: copies' own cost, and finished steps that run again. The
     time of the recoveries themselves is left out."""
     process = rates.per_second((Loses.PROCESS,), num_devices=num_devices)

@@ -48,7 +48,7 @@ def test_no_other_interval_costs_less(away_s: float, num_devices: int, step_s: f
     least, most = round(away_s / (NETWORK_BUDGET * step_s) + 0.5), int(REPLAY_S / step_s)
 
     def lost_s(away: int) -> float:
-        return lost_per_hour(costs, rates, Intervals(here=1, away=away, send=1), num_devices=num_devices)
+        return lost_per_hour(costs, rates, intervals=Intervals(here=1, away=away, send=1), num_devices=num_devices)
 
     best = min(range(max(1, least), max(most, least) + 1), key=lost_s)
     assert lost_s(found.away) <= 1.05 * lost_s(best), (found, best)

@@ -239,8 +239,8 @@ def test_copies_outlive_a_driver_while_new_workers_are_slow_to_start() -> None:
 def test_a_device_that_dies_after_its_own_call_ended_is_found_while_others_wait_for_it() -> None:
     """It dies while the devices of a generation meet."""
     for number in range(20):
-        again = fault(Kind.NEWEST_WORKER_DIES, 0, 0.09 + 0.002 * number)
-        ended_well(ran(fault(Kind.WORKER_DIES, 5), again, workers=(1, 8), nodes=(4, 4), steps=8, seed=4), steps=8)
+        again = fault(Kind.NEWEST_WORKER_DIES, 0, 0.08 + 0.001 * number)
+        ended_well(ran(fault(Kind.WORKER_DIES, 5), again, workers=(1, 3), nodes=(1, 2), steps=8, seed=1), steps=8)
 
 
 def test_the_autoscaler_makes_no_room_for_a_run_that_is_over() -> None:

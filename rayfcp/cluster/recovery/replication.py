@@ -169,7 +169,7 @@ class Replication:
         )
         num_devices, before = len(self._state.ids), self.intervals
         self.intervals = choose(costs, self._rates, num_devices=num_devices)
-        lost_s = lost_per_hour(costs, self._rates, self.intervals, num_devices=num_devices)
+        lost_s = lost_per_hour(costs, self._rates, intervals=self.intervals, num_devices=num_devices)
         self._metrics.set("snapshot_interval_steps", self.intervals.here)
         self._metrics.set("snapshot_away_interval_steps", self.intervals.away if self._sends else 0)
         self._metrics.set("expected_lost_seconds_per_hour", lost_s)
