@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-STALL_BUDGET = 0.02
-"""Share of a step that copies on the nodes may cost on average. Within it they are made after every step."""
+STALL_BUDGET, STALL_S = 0.02, 0.005
+"""Share of a step that copies on the nodes may cost on average: they are made as often as it permits. They are made
+after every step if one takes no more than `STALL_S`: the budget is not for steps of a few milliseconds."""
 
 NETWORK_BUDGET = 0.1
 """Share of the time in which copies may be on their way to other nodes."""
@@ -79,15 +80,11 @@ class Intervals:
 
 
 def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals:
-    """Return the intervals that cost least by Young's formula, within the budgets; copies on the nodes are made after
-    every step where that stays within its budget."""
+    """Return how often the state is copied: on the nodes as often as the budget permits, to other nodes as it costs
+    least by Young's formula, within budgets."""
     step_s = max(costs.step_s, 1e-6)
     most = max(1, int(REPLAY_S / step_s))
-    here = 1
-    if costs.here_s > STALL_BUDGET * step_s:
-        least = math.ceil(costs.here_s / (STALL_BUDGET * step_s))
-        rate = rates.per_second((Loses.PROCESS, Loses.NODE), num_devices=num_devices)
-        here = _within(_young(costs.here_s, rate) / step_s, least=least, most=most)
+    here = 1 if costs.here_s <= STALL_S else max(1, math.ceil(costs.here_s / (STALL_BUDGET * step_s)))
     away_s = costs.away_s if costs.away_s is not None else 0.0
     travels = math.ceil(away_s / step_s)
     rate = rates.per_second((Loses.NODE,), num_devices=num_devices)

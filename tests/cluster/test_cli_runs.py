@@ -18,7 +18,7 @@ from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line
 from tests.cluster.light import free_cpus_again
-from tests.cluster.processes import HEEDING_CTRL_C, marked
+from tests.cluster.processes import HEEDING_CTRL_C, descendants, lives, marked
 from tests.cluster.recovering import pids
 from tests.cluster.runs import run_config, write_texts
 from tests.waiting import PATIENCE_S, until
@@ -163,3 +163,25 @@ def test_a_second_sigterm_ends_a_run_that_does_not_answer(started: Callable[...,
         written = command.ends_with(1)
     assert written.rstrip().endswith("rayfcp: stopped before the end")
     assert is_tidy(run_dir) and worker not in pids("DeviceWorker")
+
+
+def test_a_run_all_of_whose_processes_died_goes_on_from_memory(started: Callable[..., Command], tmp_path: Path) -> None:
+    """Killed at once, Ray with them; there is no checkpoint."""
+    run_dir = tmp_path / "stopped"
+    first = started()
+    first.until(lambda: num_steps(run_dir) >= 8)
+    actors = descendants("ray::")
+    assert actors
+    first.end()
+    until(lambda: not marked(f"{MARK}={first.mark}") and not any(map(lives, actors)))
+    done = num_steps(run_dir)
+    (copies,) = (path.parent for path in tmp_path.glob("rayfcp-*/*/*/lock"))
+    assert list(copies.glob("*.copy"))
+
+    second = started(f"train.steps={done + 3}")
+    written = second.ends_with(0)
+    assert f"resuming from step {done} from copies in memory" in written
+    reports = [from_line(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    assert [report.step for report in reports] == list(range(1, done + 4))
+    assert not any(report.recovered for report in reports)
+    assert not list(tmp_path.glob("rayfcp-*/*/*/*")), "nothing stays in memory after the end"

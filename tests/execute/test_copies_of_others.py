@@ -163,6 +163,22 @@ def test_copies_of_a_dead_node_on_this_machine_are_taken_over(tmp_path: Path) ->
     assert found(path) == [(1, 0, 0), (3, 0, 0), (4, 0, 0), (5, 0, 0)]
 
 
+def test_whoever_takes_them_over_all_see_all(tmp_path: Path) -> None:
+    """Processes of the node's folder that ask at the same time."""
+    path, count = tmp_path / "new", 30
+
+    def look() -> None:
+        folder = CopyFolder(path)
+        folder.adopt()
+        assert len(folder.headers()) == count
+
+    for round in range(5):
+        old = tmp_path / f"old-{round}"
+        assert ended(process(lambda to=old: write(CopyFolder(to), *map(vector, range(count))))) == 0
+        assert [ended(each) for each in [process(look) for _ in range(4)]] == [0] * 4
+        CopyFolder(path).drop(since(count), of_dead=True)
+
+
 def test_old_folders_of_other_runs_are_removed_if_nobody_lives_there(tmp_path: Path) -> None:
     own, dead, young, alive = (tmp_path / run / "node" for run in ("own", "dead", "young", "alive"))
     for path in (own, own.parent / "another", dead, young):

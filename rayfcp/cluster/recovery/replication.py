@@ -85,6 +85,7 @@ class Replication:
         self.states = self.states.again(self._state.ids, generation=number, first=version)
         self._pushes, self._is_failed = [], False
         self._state.assign_stores()
+        self._show_intervals()
         if self.is_on:
             self.copy_now(version)
             self._stores.drop(self.states.kept)
@@ -170,9 +171,8 @@ class Replication:
         num_devices, before = len(self._state.ids), self.intervals
         self.intervals = choose(costs, self._rates, num_devices=num_devices)
         lost_s = lost_per_hour(costs, self._rates, intervals=self.intervals, num_devices=num_devices)
-        self._metrics.set("snapshot_interval_steps", self.intervals.here)
-        self._metrics.set("snapshot_away_interval_steps", self.intervals.away if self._sends else 0)
         self._metrics.set("expected_lost_seconds_per_hour", lost_s)
+        self._show_intervals()
         ratios = [self.intervals.here / before.here, self.intervals.away / before.away if self._sends else 1.0]
         if max(ratios) >= TOLD_RATIO or min(ratios) <= 1 / TOLD_RATIO:
             away = f", every {counted(self.intervals.away, 'step')} to other nodes" if self._sends else ""
@@ -180,6 +180,10 @@ class Replication:
                 f"the state is copied every {counted(self.intervals.here, 'step')}{away}: {self.intervals.reason}; "
                 f"{lost_s:.1f} s an hour are expected to be lost"
             )
+
+    def _show_intervals(self) -> None:
+        self._metrics.set("snapshot_interval_steps", self.intervals.here if self.is_on else 0)
+        self._metrics.set("snapshot_away_interval_steps", self.intervals.away if self.is_on and self._sends else 0)
 
     def _proceed(self) -> None:
         """Take note of what was sent, and send what is due."""

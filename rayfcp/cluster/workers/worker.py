@@ -135,9 +135,12 @@ class DeviceWorker:
 
     @copies
     def headers(self) -> tuple[ShardHeader, ...]:
-        """Headers of all copies on this node."""
+        """Headers of all copies on this node, those of dead processes on the same machine included."""
         self._watch.on_call()
-        return () if self._facts is None or self._copies is None else self._copies.headers()
+        if self._facts is None or self._copies is None:
+            return ()
+        self._copies.adopt()
+        return self._copies.headers()
 
     @copies
     def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":

@@ -254,14 +254,17 @@ class CopyFolder:
 
     def adopt(self) -> None:
         """Take over the copies of this run that dead processes left on this machine under another node's name, as after
-        a restart of the cluster."""
-        for path in _folders(self.path.parent):
-            if path != self.path:
+        a restart of the cluster. Returns when all of them are here, whoever of this folder takes them."""
+        others = [path for path in _folders(self.path.parent) if path != self.path]
+        if not others:
+            return
+        with suppress(FileNotFoundError), _turn(self.path):
+            for path in others:
                 with _alone(path) as is_free:
+                    for copy in path.glob(f"*{COPY}") if is_free else ():
+                        if not (self.path / copy.name).exists():  # a living process may have written that
+                            copy.replace(self.path / copy.name)
                     if is_free:
-                        for copy in path.glob(f"*{COPY}"):
-                            if not (self.path / copy.name).exists():  # a living process may have written that
-                                copy.replace(self.path / copy.name)
                         shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -410,6 +413,17 @@ def _alone(path: Path) -> Iterator[bool]:
         yield False
     else:
         yield True
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Context that one process after the other enters."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(fd)
 
