@@ -46,11 +46,9 @@ class LossRates:
         seen = self.losses + Counter([lost] if lost is not None else [])
         return replace(self, device_hours=self.device_hours + device_hours, losses=seen)
 
-    def per_second(self, kinds: tuple[Loses, ...], *, num_devices: int) -> float:
-        """Expected losses of these kinds a second. The prior counts as one loss in the hours that it takes one."""
-        per_hour = sum(
-            (1 + self.losses[kind]) / (1 / PRIOR_PER_DEVICE_HOUR[kind] + self.device_hours) for kind in kinds
-        )
+    def per_second(self, kind: Loses, *, num_devices: int) -> float:
+        """Expected losses of this kind a second. The prior counts as one loss in the hours that it takes one."""
+        per_hour = (1 + self.losses[kind]) / (1 / PRIOR_PER_DEVICE_HOUR[kind] + self.device_hours)
         return per_hour * num_devices / 3600
 
 
@@ -87,7 +85,7 @@ def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals
     here = 1 if costs.here_s <= STALL_S else max(1, math.ceil(costs.here_s / (STALL_BUDGET * step_s)))
     away_s = costs.away_s if costs.away_s is not None else 0.0
     travels = math.ceil(away_s / step_s)
-    rate = rates.per_second((Loses.NODE,), num_devices=num_devices)
+    rate = rates.per_second(Loses.NODE, num_devices=num_devices)
     least = max(here, math.ceil(away_s / (NETWORK_BUDGET * step_s)), 1)
     away = most if costs.away_s is None else _within(_young(AWAY_STALL * away_s, rate) / step_s, least=least, most=most)
     away = max(away, here + travels)
@@ -102,8 +100,8 @@ def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals
 def lost_per_hour(costs: CopyCosts, rates: LossRates, *, intervals: Intervals, num_devices: int) -> float:
     """Return the expected seconds of training lost an hour: copies' own cost, and finished steps that run again. The
     time of the recoveries themselves is left out."""
-    process = rates.per_second((Loses.PROCESS,), num_devices=num_devices)
-    node = rates.per_second((Loses.NODE,), num_devices=num_devices)
+    process = rates.per_second(Loses.PROCESS, num_devices=num_devices)
+    node = rates.per_second(Loses.NODE, num_devices=num_devices)
     away_s = AWAY_STALL * costs.away_s if costs.away_s is not None else 0.0
     copies = costs.here_s / (intervals.here * costs.step_s) + away_s / (intervals.away * costs.step_s)
     again = process * (intervals.here - 1) / 2 + node * (intervals.away + 1) / 2

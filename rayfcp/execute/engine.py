@@ -45,7 +45,7 @@ class Generation:
     optimizer: LocalAdamW
     wait: HostWait
     writer: CheckpointWriter
-    snapshots: Snapshots | None
+    snapshots: Snapshots
     interpreter: Interpreter
 
 
@@ -119,9 +119,7 @@ class RankEngine:
             optimizer=optimizer,
             wait=wait,
             writer=CheckpointWriter(groups.control),
-            snapshots=Snapshots(module, optimizer, position=position, copies=self.copies)
-            if self.copies is not None
-            else None,
+            snapshots=Snapshots(module, optimizer, position=position, copies=self.copies),
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
         return Joined(
@@ -212,9 +210,7 @@ class RankEngine:
                 self.copies.drop(kept)
             self._progress.begin(batch.step)
             generation.optimizer.zero_grad(set_to_none=True)
-            generation.wait.seconds = 0.0
-            if generation.snapshots is not None:
-                generation.snapshots.seconds = 0.0
+            generation.wait.seconds = generation.snapshots.seconds = 0.0
             images: ImageSource | None = None
             broken: tuple[str, ...] = ()
             if self._vision is not None:
@@ -226,7 +222,7 @@ class RankEngine:
             # The host waits for the device in the update, and nowhere before.
             numbers, update_s = self._update(batch, done.loss_sum)
             if snapshot is not None:
-                self._snapshots(generation).take(snapshot)
+                generation.snapshots.take(snapshot)
             return self._report(
                 batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
             )
@@ -260,8 +256,8 @@ class RankEngine:
             gather_s=done.gather_s,
             spans=(*done.spans, update),
             saved=generation.writer.finished(),
-            snapshot_s=generation.snapshots.seconds if generation.snapshots is not None else 0.0,
-            copied=generation.snapshots.copied if generation.snapshots is not None else None,
+            snapshot_s=generation.snapshots.seconds,
+            copied=generation.snapshots.copied,
             message_s=done.wait_s,
             broken=broken,
         )
@@ -276,24 +272,17 @@ class RankEngine:
         rate = learning_rate(batch.step, train)
         for group in generation.optimizer.param_groups:
             group["lr"] = rate
-        if generation.snapshots is not None:
-            generation.snapshots.hold_update()  # the last copy may still be reading what is updated
+        generation.snapshots.hold_update()  # the last copy may still be reading what is updated
         loss, norm = update(generation.optimizer, sums, num_targets=batch.num_targets, max_norm=train.grad_clip)
         return (loss, norm, rate), clock.times(start, clock.mark())
 
     def take_snapshot(self, state: StateId) -> StateId | None:
         """Copy the model's and optimizer's contents, between steps, as `state`. Return the newest state with a complete
         copy: this one, unless there was no memory for it."""
-        snapshots = self._snapshots(self.generation)
+        snapshots = self.generation.snapshots
         snapshots.take(state)
         snapshots.settle()
         return snapshots.copied
-
-    @staticmethod
-    def _snapshots(generation: Generation) -> Snapshots:
-        if generation.snapshots is None:
-            raise RuntimeError("this engine was made without a folder for copies of its state")
-        return generation.snapshots
 
     def fill(self, sources: Sequence[Source]) -> None:
         """Set parameters and optimizer state from copies of one state; see `snapshots.fill`."""
@@ -342,8 +331,7 @@ class RankEngine:
         """Drop everything of the last generation, its memory and a write in progress included."""
         if self._generation is not None:
             self._generation.writer.abandon()
-            if self._generation.snapshots is not None:
-                self._generation.snapshots.abandon()
+            self._generation.snapshots.abandon()
             self._generation = None
         self._member.forget()
 

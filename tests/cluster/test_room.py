@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.recovery.room import STATE_BYTES, check_room
+from rayfcp.cluster.recovery.room import COPY_BYTES, check_room
 from rayfcp.cluster.workers import environment
 from rayfcp.cluster.workers.environment import host_facts
 from rayfcp.cluster.workers.facts import DeviceFacts, HostFacts
@@ -15,7 +15,7 @@ from tests.cluster.runs import run_config
 
 MODEL = model_profile("qwen3-1.7b")
 GIB = 1 << 30
-STATE = STATE_BYTES * MODEL.num_parameters
+STATE = COPY_BYTES * MODEL.num_parameters
 
 
 def devices(*nodes: str, shm_bytes: float, limit_bytes: float = 1000 * GIB, device: str = "cuda") -> list[DeviceFacts]:

@@ -117,7 +117,7 @@ def test_a_sender_that_dies_leaves_nothing(ends: tuple[CopyFolder, CopyFolder, L
     with here.reading(STATE, 0) as copy:
         for num_sent in (0, 1, 1500, 2500):
             connection = introduced(listener)
-            transfer._send_head(connection, header)
+            transfer._send_head(connection, copy.head)
             assert connection.recv(1) == b"s"
             connection.sendall(copy.buffer[:num_sent].data)
             connection.close()

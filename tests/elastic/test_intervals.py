@@ -60,12 +60,12 @@ def test_no_other_interval_costs_less(away_s: float, num_devices: int, step_s: f
 def test_what_is_seen_counts_more_and_more() -> None:
     prior = PRIOR_PER_DEVICE_HOUR[Loses.NODE]
     rates = LossRates()
-    assert rates.per_second((Loses.NODE,), num_devices=3600) == pytest.approx(prior)
+    assert rates.per_second(Loses.NODE, num_devices=3600) == pytest.approx(prior)
     for _ in range(10):
         rates = rates.after(device_hours=100.0, lost=Loses.NODE)
-    assert rates.per_second((Loses.NODE,), num_devices=3600) == pytest.approx(11 / (1 / prior + 1000))
+    assert rates.per_second(Loses.NODE, num_devices=3600) == pytest.approx(11 / (1 / prior + 1000))
     calm = LossRates().after(device_hours=1e9)
-    assert calm.per_second((Loses.NODE,), num_devices=3600) == pytest.approx(1e-9, rel=0.01)
+    assert calm.per_second(Loses.NODE, num_devices=3600) == pytest.approx(1e-9, rel=0.01)
 
 
 def test_a_fixed_interval_is_that() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.recovery.store import Sent, SnapshotStore, StoreFacts
+from rayfcp.cluster.recovery.store import SnapshotStore, StoreFacts
 from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError, Peer, TransferError
 from rayfcp.execute.state.copies import COPY, CopyFolder, CopyGoneError, NewCopy
 from rayfcp.values import ShardHeader, StateId
@@ -124,7 +124,7 @@ class SimulatedStore(SnapshotStore):
                 world.at(PATIENCE_S, lambda: fail("timed out"), self._actor.process)
                 return
             if not left:
-                result.settle(Sent(num_bytes=1, seconds=0.01))
+                result.settle(0.01)
                 return
             try:
                 with self._copies.reading(state, left.pop(0)) as copy:

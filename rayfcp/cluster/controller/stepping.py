@@ -144,7 +144,6 @@ class Stepper:
         """Note that devices were lost while `step` was under way: it and finished steps that are lost run again."""
         self._again_to = step
         self._times = StepTimes()
-        self._finished = None
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """References of the reports, one per device."""

@@ -15,8 +15,7 @@ from rayfcp.cluster.doctor.facts import (
     Verdict,
     size,
 )
-from rayfcp.cluster.recovery.room import MEMORY_SHARE, copies_of_state
-from rayfcp.cluster.recovery.room import STATE_BYTES as COPY_BYTES
+from rayfcp.cluster.recovery.room import COPY_BYTES, MEMORY_SHARE, copies_of_state
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
 
 LEAST_SHM_BYTES, LEAST_SHM_SHARE = 2 * GIB, 0.1
@@ -32,7 +31,7 @@ OVERSUBSCRIBED = 4
 WORKER_BYTES = GIB // 2
 """Memory of one worker process without model and activations: Python, torch, transformers, Ray."""
 
-CHECKPOINT_BYTES, STATE_BYTES = 12, 16
+CHECKPOINT_BYTES, STATE_BYTES = COPY_BYTES, 16
 """Per parameter: the fp32 value and Adam's two moments; with the gradient."""
 
 SAME_EVERYWHERE = ("ray", "torch")

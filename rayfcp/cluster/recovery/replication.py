@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rayfcp.cluster.recovery.store import Sent
 from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError
 from rayfcp.cluster.runtime import CallError, TaskFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
@@ -55,7 +54,7 @@ class Replication:
         self.states = CopiedStates.start((), generation=-1, first=version)
         self._taken = version
         self._pushes: list[Any] = []
-        self._sent: list[Sent] = []
+        self._sent_s: list[float] = []
         self.send_s = 0.0
         """Seconds that it took to send the last state to other nodes."""
         every = config.elastic.snapshot_every_steps
@@ -64,6 +63,8 @@ class Replication:
         self._rates, self._num_steps = LossRates(), 0
         self._step_s, self._copy_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
         self._log, self._metrics = log, metrics
+        self._sends = False
+        """Whether nodes send their copies to others, since stores were assigned last."""
         self._is_failed = self._lacks_room = self._are_removed = False
 
     @property
@@ -85,6 +86,7 @@ class Replication:
         self.states = self.states.again(self._state.ids, generation=number, first=version)
         self._pushes, self._is_failed = [], False
         self._state.assign_stores()
+        self._note_assigned()
         self._show_intervals()
         if self.is_on:
             self.copy_now(version)
@@ -147,9 +149,8 @@ class Replication:
             elif not self._is_failed:
                 return  # nothing newer is copied: there was no memory for it
 
-    @property
-    def _sends(self) -> bool:
-        return self._stores.sends(member.facts.node_id for member in self._state.worker_group.members)
+    def _note_assigned(self) -> None:
+        self._sends = self._stores.sends(member.facts.node_id for member in self._state.worker_group.members)
 
     def _measure(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Remember a step; now and then, choose the intervals anew."""
@@ -203,14 +204,14 @@ class Replication:
             logger.warning("a snapshot store cannot be opened: %s", error)
             self._is_failed, pushes = True, None
         if pushes is not None:
-            self._pushes, self._sent = pushes, []
+            self._pushes, self._sent_s = pushes, []
             self.states = self.states.sending(state)
 
     def _collect(self) -> None:
         for ref in self._runtime.wait_all(self._pushes, timeout_s=0):
             self._pushes.remove(ref)
             try:
-                self._sent.append(self._runtime.get(ref))
+                self._sent_s.append(self._runtime.get(ref))
             except CallError as error:
                 logger.warning("copies of state %s could not be sent: %s", self.states.under_way, error)
                 self._is_failed = True
@@ -219,7 +220,7 @@ class Replication:
                 self._are_removed = self._are_removed or isinstance(cause, CopyRemovedError)
         if not self._pushes and not self._is_failed:
             self.states, self._lacks_room = self.states.sent(), False
-            self.send_s = max((each.seconds for each in self._sent), default=0.0)
+            self.send_s = max(self._sent_s, default=0.0)
             self._stores.drop(self.states.kept)
 
     def _renew(self, step: int) -> None:
@@ -229,7 +230,9 @@ class Replication:
         Raises:
             RanksLostError: a device is gone.
         """
-        if self._state.renew_stores() or self._is_failed:
+        are_lost = self._state.renew_stores()
+        self._note_assigned()
+        if are_lost or self._is_failed:
             self._pushes, self._is_failed = [], False
             self.states = self.states.sending(None)
         if self._are_removed:

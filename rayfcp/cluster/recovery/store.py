@@ -34,14 +34,6 @@ class StoreFacts:
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """Copies that were sent; those that were there already count for nothing."""
-
-    num_bytes: int
-    seconds: float
-
-
 class SnapshotStore:
     """Actor of one node. Thread-safe.
 
@@ -95,18 +87,18 @@ class SnapshotStore:
         self._watch.on_call()
         return self._copies.pieces(state, number, wanted=wanted)
 
-    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer, bytes_per_s: float | None) -> Sent:
-        """Send the copies of these devices to another store.
+    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer, bytes_per_s: float | None) -> float:
+        """Send the copies of these devices to another store; return how many seconds that took.
 
         Raises:
             TransferError: it did not keep all of them.
         """
         self._watch.on_call()
         began_s = time.monotonic()
-        num_bytes = send_copies(
+        send_copies(
             self._copies, state, numbers=numbers, to=to, patience_s=self._elastic.hang_min_s, bytes_per_s=bytes_per_s
         )
-        return Sent(num_bytes=num_bytes, seconds=time.monotonic() - began_s)
+        return time.monotonic() - began_s
 
     def drop(self, kept: KeptStates) -> None:
         """Drop copies of all other states, but for those whose writers live."""

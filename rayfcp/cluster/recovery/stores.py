@@ -11,7 +11,7 @@ from rayfcp.cluster.recovery.store import StoreFacts
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.cluster.workers.facts import DeviceFacts, Member
 from rayfcp.cluster.workers.lifetime import STORE, actor_name
-from rayfcp.cluster.workers.starting import keep_alive
+from rayfcp.cluster.workers.starting import end_stores, keep_alive
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import RecoverableState, ShardCopy, newest
 from rayfcp.values import KeptStates, StateId
@@ -25,7 +25,7 @@ LOOK_S = 0.2
 """Between two looks at their answers."""
 
 END_S = 5.0
-"""Time for snapshot stores to kill processes and to remove copies before they are ended."""
+"""Time for snapshot stores to kill processes before they are ended."""
 
 
 def ring(nodes: Iterable[str]) -> dict[str, str]:
@@ -92,8 +92,8 @@ class SnapshotStores:
     def push(
         self, state: StateId, numbers: Mapping[str, Sequence[int]], *, bytes_per_s: float | None = None
     ) -> list[Any] | None:
-        """Make each node send its devices' copies to its target: references of `Sent`. None if a store has not opened
-        yet.
+        """Make each node send its devices' copies to its target: references of the seconds that it took. None if a
+        store has not opened yet.
 
         Raises:
             CallError: a store could not be opened.
@@ -181,10 +181,9 @@ class SnapshotStores:
     def end(self) -> None:
         """Remove all copies, and end all stores."""
         self._stop_beats()
-        removals = [store.remove_copies.remote() for store in self.stores.values()]
-        self._runtime.wait_all([*self._kills, *removals], timeout_s=END_S)
-        for node in list(self.stores):
-            self.forget(node)
+        self._runtime.wait_all(self._kills, timeout_s=END_S)
+        end_stores(self._runtime, self.stores.values())
+        self.stores.clear()
 
     def _start(self, nodes: Iterable[str]) -> None:
         for node in nodes:

@@ -4,11 +4,10 @@ Not as objects of Ray, which take several times the CPU time (`jobs/bench/transf
 the place of `Listener` and `send_copies`.
 
 Both ends prove that they know the receiving store's token, which Ray hands out, before anything is sent. Then for each
-copy: a checksummed head, the receiver's answer, the data, their checksum, the receiver's answer.
+copy: its head as it is in memory, the receiver's answer, the data, their checksum, the receiver's answer.
 """
 
 import hmac
-import json
 import logging
 import secrets
 import socket
@@ -17,12 +16,12 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 
 import xxhash
 
-from rayfcp.execute.state.copies import CopyFolder, CopyGoneError, header_of_json, label
+from rayfcp.execute.state.copies import PAGE, CopyFolder, CopyGoneError, label, read_header
 from rayfcp.values import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -192,7 +191,7 @@ def _send(
     connection: socket.socket, copies: CopyFolder, state: StateId, number: int, *, bytes_per_s: float | None
 ) -> int:
     with copies.reading(state, number) as copy:
-        _send_head(connection, copy.header)
+        _send_head(connection, copy.head)
         answer = _receive(connection, 1)
         if answer == Answer.HELD.value:
             return 0
@@ -213,9 +212,8 @@ def _send(
         return len(copy.buffer)
 
 
-def _send_head(connection: socket.socket, header: ShardHeader) -> None:
-    head = json.dumps(asdict(header), separators=(",", ":")).encode()
-    connection.sendall(_LENGTH.pack(len(head)) + xxhash.xxh3_64_digest(head) + head)
+def _send_head(connection: socket.socket, head: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(head)) + head)
 
 
 def _receive_head(connection: socket.socket) -> ShardHeader | None:
@@ -226,15 +224,11 @@ def _receive_head(connection: socket.socket) -> ShardHeader | None:
     (length,) = _LENGTH.unpack(first + _receive(connection, _LENGTH.size - 1))
     if length > MAX_HEAD_BYTES:
         raise ValueError(f"a head of {length} bytes, {MAX_HEAD_BYTES} are allowed")
-    found, head = _receive(connection, 8), _receive(connection, length)
-    if xxhash.xxh3_64_digest(head) != found:
+    head = _receive(connection, length)
+    header = read_header(head[:PAGE], entries_of=lambda size: head[PAGE : PAGE + size])
+    if header is None:
         raise ValueError("a head arrived damaged")
-    fields = json.loads(head)
-    entries = [
-        (e["name"], e["kind"], e["box"]["offsets"], e["box"]["sizes"], e["itemsize"], e["start_byte"])
-        for e in fields.pop("entries")
-    ]
-    return header_of_json(fields, entries=entries)
+    return header
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

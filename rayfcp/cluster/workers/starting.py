@@ -334,12 +334,17 @@ def end_leftovers(runtime: Runtime, run_key: str) -> None:
     request to the autoscaler."""
     for handle in _named(runtime, run_key, WORKER).values():
         runtime.end(handle)
-    stores = _named(runtime, run_key, STORE)
-    runtime.wait_all([store.remove_copies.remote() for store in stores.values()], timeout_s=REMOVE_S)
-    for handle in stores.values():
-        runtime.end(handle)
+    end_stores(runtime, _named(runtime, run_key, STORE).values())
     _release_all(runtime, run_key, held=set())
     runtime.request({}, count=0)
+
+
+def end_stores(runtime: Runtime, stores: Iterable[Any]) -> None:
+    """End snapshot stores at the end of a run, after they have removed the copies of its state."""
+    handles = list(stores)
+    runtime.wait_all([store.remove_copies.remote() for store in handles], timeout_s=REMOVE_S)
+    for handle in handles:
+        runtime.end(handle)
 
 
 def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:

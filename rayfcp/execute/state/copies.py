@@ -21,7 +21,7 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,9 +112,10 @@ class NewCopy:
 
 @dataclass(frozen=True, slots=True)
 class HeldCopy:
-    """A copy that is being read, and stays as it is meanwhile."""
+    """A copy that is being read, and stays as it is meanwhile. `head`: its header as `read_header` takes it."""
 
     header: ShardHeader
+    head: bytes
     buffer: Buffer
 
     def pieces(self, wanted: Sequence[Wanted]) -> list[Buffer]:
@@ -192,7 +193,7 @@ class CopyFolder:
         found = []
         for name in self._names(COPY):
             with suppress(OSError), (self.path / name).open("rb") as file:
-                header = _read_header(file.read(PAGE), entries_of=lambda size, file=file: file.read(size))
+                header = read_header(file.read(PAGE), entries_of=file.read)
                 if header is not None and _name(header.state, header.number) == name:  # else reused meanwhile
                     found.append(header)
         return tuple(sorted(found, key=lambda header: (header.state, header.number)))
@@ -214,10 +215,11 @@ class CopyFolder:
             except BlockingIOError as error:
                 raise gone from error
             mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-            header = _read_header(mapping[:PAGE], entries_of=lambda size: mapping[PAGE : PAGE + size])
+            header = read_header(mapping[:PAGE], entries_of=lambda size: mapping[PAGE : PAGE + size])
             if header is None or (header.state, header.number) != (state, number):
                 raise gone  # reused meanwhile
-            yield HeldCopy(header, np.frombuffer(mapping, np.uint8)[len(mapping) - header.num_bytes :])
+            data_start = len(mapping) - header.num_bytes
+            yield HeldCopy(header, mapping[:data_start], np.frombuffer(mapping, np.uint8)[data_start:])
         finally:
             os.close(fd)
 
@@ -229,28 +231,25 @@ class CopyFolder:
     def drop(self, kept: KeptStates, *, of_dead: bool = False) -> None:
         """Drop copies of all other states that this process wrote; with `of_dead` also those whose writers are dead,
         and what they left unfinished."""
-        for name in self._copy_names():
-            if _state_of(name) in kept:
-                continue
-            with self._lock:
-                file = self._own.pop(name, None)
-            if file is not None:
-                self._recycle(file)
-            elif of_dead:
-                _unlink_unlocked(self.path / name)
+        names = [name for name in self._copy_names() if _state_of(name) not in kept]
+        self._drop(names, remove=_unlink_unlocked if of_dead else lambda path: None)
         for name in self._names(UNFINISHED) if of_dead else ():
             _unlink_unlocked(self.path / name)
 
     def drop_generations(self, up_to: int) -> None:
         """Drop all copies of generations up to this number, whoever wrote them."""
-        for name in self._copy_names():
-            if _state_of(name).generation <= up_to:
-                with self._lock:
-                    file = self._own.pop(name, None)
-                if file is not None:
-                    self._recycle(file)
-                else:
-                    (self.path / name).unlink(missing_ok=True)
+        names = [name for name in self._copy_names() if _state_of(name).generation <= up_to]
+        self._drop(names, remove=lambda path: path.unlink(missing_ok=True))
+
+    def _drop(self, names: Sequence[str], *, remove: Callable[[Path], None]) -> None:
+        """Use the memory of own copies again; `remove` others."""
+        for name in names:
+            with self._lock:
+                file = self._own.pop(name, None)
+            if file is not None:
+                self._recycle(file)
+            else:
+                remove(self.path / name)
 
     def adopt(self) -> None:
         """Take over the copies of this run that dead processes left on this machine under another node's name, as after
@@ -475,8 +474,9 @@ def _sum(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _read_header(page: bytes, *, entries_of: Any) -> ShardHeader | None:
-    """Header in the first page of a file; None if that or the entries are damaged, or of another copy."""
+def read_header(page: bytes, *, entries_of: Callable[[int], bytes]) -> ShardHeader | None:
+    """Header in the first page of a file, whose next bytes, so many, `entries_of` gives; None if that or these are
+    damaged, or of another copy. A ValueError if its entries do not fit."""
     text = page[16:].partition(b"\n")[0]
     if _sum(text).encode() != page[:16]:
         return None
@@ -484,11 +484,6 @@ def _read_header(page: bytes, *, entries_of: Any) -> ShardHeader | None:
     entries = entries_of(fields.pop("num_entry_bytes"))
     if _sum(entries) != fields.pop("entry_sum"):
         return None
-    return header_of_json(fields, entries=json.loads(entries))
-
-
-def header_of_json(fields: dict[str, Any], *, entries: Sequence[Any]) -> ShardHeader:
-    """Header of decoded JSON; a ValueError if its entries do not fit."""
     made = tuple(
         ShardEntry(
             name=name,
@@ -497,7 +492,7 @@ def header_of_json(fields: dict[str, Any], *, entries: Sequence[Any]) -> ShardHe
             itemsize=itemsize,
             start_byte=start_byte,
         )
-        for name, kind, offsets, sizes, itemsize, start_byte in entries
+        for name, kind, offsets, sizes, itemsize, start_byte in json.loads(entries)
     )
     header = ShardHeader(**{**fields, "state": StateId(**fields["state"])}, entries=made)
     _check(header)

@@ -104,7 +104,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, *, position: MeshPosition, copies: CopyFolder
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, *, position: MeshPosition, copies: CopyFolder | None
     ) -> None:
         self._module, self._optimizer, self._copies = module, optimizer, copies
         self._place = position
@@ -121,7 +121,9 @@ class Snapshots:
     @torch.no_grad()
     def take(self, state: StateId) -> None:
         """Copy the device's contents as `state`; done when this returns on CPUs, by `settle` on accelerators. Without
-        memory for it there is no copy, which is logged."""
+        memory for it there is no copy, which is logged; a RuntimeError without a folder for copies."""
+        if self._copies is None:
+            raise RuntimeError("this engine was made without a folder for copies of its state")
         self.settle()
         start_s = time.perf_counter()
         parts = list(_parts(self._module, self._optimizer))
