@@ -58,7 +58,7 @@ def test_memory_is_not_filled_to_where_ray_ends_all_actors(tmp_path: Path, devic
 def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both versions of control groups; without either, that of the machine."""
     monkeypatch.setattr(environment, "CGROUP", tmp_path / "none")
-    machine = host_facts(str(tmp_path), store_bytes=7)
+    machine = host_facts(str(tmp_path), store_bytes=7, copies_bytes=0)
     assert 0 < machine.used_bytes < machine.limit_bytes and machine.store_bytes == 7 and machine.shm_bytes > 0
     for folder, names in (
         (tmp_path / "v2", ("memory.max", "memory.current", "memory.stat")),
@@ -68,8 +68,10 @@ def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mo
         for name, text in zip(names, ("1000000\n", "500000\n", "anon 1\ninactive_file 200000\n"), strict=True):
             (folder / name).write_text(text)
         monkeypatch.setattr(environment, "CGROUP", tmp_path / folder.relative_to(tmp_path).parts[0])
-        found = host_facts(str(tmp_path), store_bytes=0)
+        found = host_facts(str(tmp_path), store_bytes=0, copies_bytes=0)
         assert (found.limit_bytes, found.used_bytes) == (1_000_000, 300_000)
+    left = host_facts(str(tmp_path), store_bytes=0, copies_bytes=50_000)
+    assert left.used_bytes == 250_000, "copies that an earlier start left make room for new ones"
     (tmp_path / "v2" / "memory.max").write_text("max\n")
     monkeypatch.setattr(environment, "CGROUP", tmp_path / "v2")
-    assert host_facts(str(tmp_path), store_bytes=0).limit_bytes == machine.limit_bytes
+    assert host_facts(str(tmp_path), store_bytes=0, copies_bytes=0).limit_bytes == machine.limit_bytes

@@ -20,9 +20,9 @@ CGROUP = Path("/sys/fs/cgroup")
 """Of the container, where there is one: version 2, or version 1 in `memory`."""
 
 
-def host_facts(snapshot_dir: str, *, store_bytes: int) -> HostFacts:
-    """Memory of this node. `store_bytes`: of Ray's object store. What the kernel can drop, such as files' pages, is not
-    in use."""
+def host_facts(snapshot_dir: str, *, store_bytes: int, copies_bytes: int) -> HostFacts:
+    """Memory of this node. `store_bytes`: of Ray's object store; `copies_bytes`: of copies that an earlier start of the
+    run left, in whose place new ones come. What the kernel can drop, such as files' pages, is not in use either."""
     page = os.sysconf("SC_PAGE_SIZE")
     limit, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     with suppress(OSError):
@@ -36,7 +36,12 @@ def host_facts(snapshot_dir: str, *, store_bytes: int) -> HostFacts:
                 inactive = dict(line.split() for line in stat.read_text().splitlines()).get("inactive_file", 0)
                 limit, used = own, int(used_file.read_text()) - int(inactive)
     shm = os.statvfs(snapshot_dir)
-    return HostFacts(limit_bytes=limit, used_bytes=used, store_bytes=store_bytes, shm_bytes=shm.f_bavail * shm.f_frsize)
+    return HostFacts(
+        limit_bytes=limit,
+        used_bytes=used - copies_bytes,
+        store_bytes=store_bytes,
+        shm_bytes=shm.f_bavail * shm.f_frsize + copies_bytes,
+    )
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:

@@ -107,7 +107,10 @@ class DeviceWorker:
             return None
         resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
         store_bytes = int(resources.get("object_store_memory", 0))
-        return host_facts(self._config.elastic.snapshot_dir, store_bytes=store_bytes)
+        self._copies.adopt()
+        return host_facts(
+            self._config.elastic.snapshot_dir, store_bytes=store_bytes, copies_bytes=self._copies.num_bytes
+        )
 
     @control
     def beat(self) -> Beat | None:
