@@ -232,7 +232,7 @@ class CopyFolder:
         """Drop copies of all other states that this process wrote; with `of_dead` also those whose writers are dead,
         and what they left unfinished."""
         names = [name for name in self._copy_names() if _state_of(name) not in kept]
-        self._drop(names, remove=_unlink_unlocked if of_dead else lambda path: None)
+        self._drop(names, remove=_unlink_unlocked if of_dead else None)
         for name in self._names(UNFINISHED) if of_dead else ():
             _unlink_unlocked(self.path / name)
 
@@ -241,14 +241,14 @@ class CopyFolder:
         names = [name for name in self._copy_names() if _state_of(name).generation <= up_to]
         self._drop(names, remove=lambda path: path.unlink(missing_ok=True))
 
-    def _drop(self, names: Sequence[str], *, remove: Callable[[Path], None]) -> None:
-        """Use the memory of own copies again; `remove` others."""
+    def _drop(self, names: Sequence[str], *, remove: Callable[[Path], None] | None) -> None:
+        """Use the memory of own copies again; `remove` others, or leave them."""
         for name in names:
             with self._lock:
                 file = self._own.pop(name, None)
             if file is not None:
                 self._recycle(file)
-            else:
+            elif remove is not None:
                 remove(self.path / name)
 
     def adopt(self) -> None:
