@@ -107,7 +107,7 @@ def by_ray(*, num_bytes: int, rounds: int) -> list[tuple[float, float]]:
             return _cpu_s()
 
     store, data, found = Store.remote(), np.full(num_bytes, 7, np.uint8), []
-    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes]
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
     for _ in range(rounds):
         before_s = _cpu_s() + ray.get(store.cpu_s.remote()) + sum(map(_cpu_s_of, raylets))
         began_s, flying = time.perf_counter(), []
