@@ -103,8 +103,8 @@ class Listener:
                     time.sleep(0.1)
                 continue
             if not self._free.acquire(blocking=False):
-                connection.close()
                 logger.warning("refused %s: %d connections for copies are open", address[0], MAX_CONNECTIONS)
+                connection.close()
                 continue
             threading.Thread(target=self._serve, args=[connection, address[0]], daemon=True).start()
 
