@@ -2,6 +2,8 @@
 
     python jobs/bench/elastic.py --faults 5
     python jobs/bench/elastic.py --kind node --faults 2
+    python jobs/bench/elastic.py --sides rayfcp --faults 10 --every 100 --hang elastic.leave_timeout_s=1 \\
+        elastic.standby_workers=4
 
 Both train the quickstart's model on its data with four workers, on a Ray of their own on this machine. `--kind
 worker`: SIGKILL of a worker, drawn from the seed, at a random moment of every `--every`-th step. `--kind node`: each
@@ -9,11 +11,13 @@ worker has a node of its own (a raylet on this machine), and a worker's node is 
 
 Printed, medians and extremes over the faults: stall, from the fault to the start of the first step that ran wholly
 after it; back, to the start of the first step that had not been finished; lost steps, finished and executed again.
-Ray Train reports a checkpoint every `--checkpoint-every` steps, rayfcp keeps a snapshot of every step.
+Ray Train reports a checkpoint every `--checkpoint-every` steps, rayfcp keeps copies of the state as configured.
+`--hang`: rayfcp's survivors can never abort an exchange, so that fresh processes must replace them.
 """
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -46,6 +50,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     parser.add_argument("--checkpoint-every", type=int, default=1, help="steps, of Ray Train (default: 1)")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="(default: both)")
+    parser.add_argument("--hang", action="store_true", help="aborts of rayfcp's workers never return")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of rayfcp's configuration")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
     sides = {side: measure(side, arguments) for side in arguments.sides}
@@ -94,7 +100,8 @@ def _trainer(side: str, arguments: argparse.Namespace) -> Train:
     if side == "rayfcp":
         import own_trainer
 
-        return own_trainer.train
+        worker = own_trainer.HangingWorker if arguments.hang else own_trainer.TimedWorker
+        return functools.partial(own_trainer.train, worker=worker)
 
     def train(config: Config, data_dir: str, moments_dir: Path) -> None:
         ray_train.train(
@@ -117,6 +124,7 @@ def _config(folder: Path, arguments: argparse.Namespace, *, num_steps: int) -> C
             f"train.steps={num_steps}",
             "train.lr_schedule=constant",
             "checkpoint.every_steps=null",
+            *arguments.overrides,
         ],
     )
 

@@ -1,5 +1,6 @@
 """rayfcp on the quickstart: one side of `elastic.py`."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import ray
 from faults import BEGAN, ENDED, Moments
 
 from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import DeviceReport
@@ -28,6 +30,15 @@ class TimedWorker(DeviceWorker):
         report = super().step(program, batch, **options)
         moments.add(ENDED, batch.step, number=position.device, num_devices=position.num_devices)
         return report
+
+
+class HangingWorker(TimedWorker):
+    """Cannot abort its exchanges, as with a communicator that does not end: whoever tries waits for ever."""
+
+    def open(self) -> DeviceFacts:
+        facts = super().open()
+        self._engine.abort = threading.Event().wait  # type: ignore[method-assign]
+        return facts
 
 
 def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[DeviceWorker] = TimedWorker) -> None:

@@ -247,6 +247,21 @@ class ElasticConfig(Section):
     hang_min_s: PositiveFloat = Field(default=30.0, description="and never sooner than this")
     grow: bool = Field(default=True, description="take devices that appear, up to num_workers, at the next step")
     look_every_s: PositiveFloat = Field(default=1.0, description="for nodes that came, leave or are drained")
+    recovery: Literal["auto", "in_place", "fresh_processes"] = Field(
+        default="auto", description="of survivors; auto: in place, with fresh processes where that fails"
+    )
+    leave_timeout_s: PositiveFloat = Field(
+        default=5.0, description="beyond a usual step, for survivors to leave an aborted step; then their process ends"
+    )
+    rebuild_timeout_s: PositiveFloat = Field(
+        default=120.0, description="for survivors to build new process groups; then their processes end"
+    )
+    standby_workers: int = Field(
+        default=0, ge=0, description="workers with a second process that stands by on their device, for recoveries"
+    )
+    standby_memory_gib: PositiveFloat = Field(
+        default=0.5, description="of host memory that a process standing by takes, for the check of room"
+    )
     balance_speeds: bool = Field(default=True, description="ranks that are slower than others get less work")
     slow_ratio: Fraction = Field(default=0.8, description="speed over the usual one below which a rank is reported")
     orphan_s: PositiveFloat = Field(default=300.0, description="that workers wait for a controller that is gone")

@@ -58,8 +58,9 @@ class Limits:
 
     A place that lost `flap_losses` devices within `flap_window_s` must be stable for `flap_calm_s`, doubled after each
     further loss, before the run grows by it: growing earlier costs another recovery, later an idle device.
-    `gather_s`: time that ready devices wait for starting ones, so that the run grows once. `collective_retries`:
-    consecutive retries with all devices.
+    `gather_s`: time that ready devices wait for starting ones, so that the run grows once. `replace_s`: time that the
+    others wait for a fresh process on a device whose process was lost, which imports in 7 to 16 s unless it stood by.
+    `collective_retries`: consecutive retries with all devices.
     """
 
     min_devices: int
@@ -71,6 +72,7 @@ class Limits:
     grow: bool = True
     collective_retries: int = 3
     gather_s: float = 15.0
+    replace_s: float = 60.0
     flap_losses: int = 3
     flap_window_s: float = 600.0
     flap_calm_s: float = 30.0
@@ -120,7 +122,8 @@ class Facts:
 
     `devices`: the healthy ones. `active`: devices of the generation by number, including lost ones, a multiple of its
     `num_stages` x tensor-parallel devices; empty before the first generation. `fits`: possible numbers of stages.
-    `leaving`: nodes that will be removed, and when. `starting_since_s`: for each worker that is not ready yet.
+    `leaving`: nodes that will be removed, and when. `starting_since_s`: for each worker that is not ready yet;
+    `replacing_since_s`: for those of them that replace processes on devices of the last generation, during a recovery.
     `waiting_since_s`: None unless the run waits for devices. `setbacks`: without `failure`.
     """
 
@@ -131,6 +134,7 @@ class Facts:
     num_stages: int = 1
     leaving: Mapping[str, float] = field(default_factory=dict)
     starting_since_s: tuple[float, ...] = ()
+    replacing_since_s: tuple[float, ...] = ()
     losses: tuple[Loss, ...] = ()
     failure: Failure | None = None
     setbacks: Setbacks = Setbacks()

@@ -33,6 +33,13 @@ class StepTimes:
             usual_s = predicted_s * statistics.median(step_s / each for step_s, each in self.steps)
         return max(elastic.hang_min_s, elastic.hang_factor * usual_s)
 
+    def leave_s(self, elastic: ElasticConfig) -> float:
+        """Return the seconds that devices have to leave an aborted step: a usual step, whose kernels may be queued
+        already, and `leave_timeout_s`; before any step, at least `hang_min_s`."""
+        if not self.steps:
+            return max(elastic.leave_timeout_s, elastic.hang_min_s)
+        return elastic.leave_timeout_s + statistics.median(step_s for step_s, _ in self.steps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:

@@ -195,6 +195,11 @@ def _reform(facts: Facts, *, now_s: float) -> Decision:
         situation = f"{what_failed(facts.failure)}, {lost}" if facts.failure is not None else lost
     else:
         situation = f"{counted(len(facts.devices), 'device')} ready"
+    coming = sum(now_s - since_s < facts.limits.replace_s for since_s in facts.replacing_since_s)
+    shape, larger = (shape_of(len(_staying(facts)) + more, facts=facts, most=most) for more in (0, coming))
+    if larger is not None and (shape is None or larger > shape):
+        processes = f"{coming} fresh {'process' if coming == 1 else 'processes'}"
+        return Decision(what=Move.WAIT, reason=f"{situation}; {processes} starting on devices of the run")
     decision = _formed(facts, situation=situation, now_s=now_s, most=most)
     if decision is not None:
         return decision

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rayfcp.cluster.runtime import TaskFailedError
+from rayfcp.cluster.runtime import ActorLostError, TaskFailedError
 from rayfcp.cluster.workers.calls import GroupCall, RanksLostError
 from rayfcp.elastic.facts import Cause
+from rayfcp.elastic.recovery import Way
 from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
 
 
@@ -33,7 +34,7 @@ def beat(*, num_done: int = 0, waiting: bool = False) -> Any:
 
 
 def looked(
-    seconds: float, *, names: str, deadline_s: float | None, ended: str = "", **beats: Any
+    seconds: float, *, names: str, deadline_s: float | None, most_s: float | None = None, ended: str = "", **beats: Any
 ) -> tuple[set[str], str]:
     """Devices that are gone, and the reason, after so many seconds; `ended`: those whose own call has ended."""
     runtime = Runtime(beats)
@@ -48,7 +49,8 @@ def looked(
         names=list(names),
         deadline_s=deadline_s,
         limit_s=2.0,
-        end=lambda _: None,
+        most_s=most_s,
+        end=lambda _, keep_device: None,
     )
     for each in ended:
         del call._pending[f"call of {each}"]
@@ -103,8 +105,8 @@ class Broken:
         return "aborted"
 
 
-def test_a_broken_device_is_lost_and_the_others_are_freed() -> None:
-    runtime, ended = Broken(), []
+def failing(runtime: Broken, *, ended: list[tuple[str, bool]], way: Way) -> GroupCall:
+    """A call of two devices, of which `b` fails; `ended`: who is ended, and whether its device is kept."""
     members: list[Any] = [
         SimpleNamespace(
             id=each,
@@ -115,18 +117,67 @@ def test_a_broken_device_is_lost_and_the_others_are_freed() -> None:
         )
         for each in "ab"
     ]
-    call = GroupCall(
+    return GroupCall(
         members,
         ["call of a", "call of b"],
         runtime=runtime,  # type: ignore[arg-type]
         names=["a", "b"],
         deadline_s=100.0,
         limit_s=2.0,
-        end=lambda member: ended.append(member.id),
+        way=lambda: way,
+        end=lambda member, keep_device: ended.append((member.id, keep_device)),
     )
+
+
+def test_a_broken_device_is_lost_and_the_others_are_freed() -> None:
+    runtime, ended = Broken(), []
     with pytest.raises(
         RanksLostError, match="b failed: device is broken: CUDA error: uncorrectable ECC error"
     ) as found:
-        call.values()
+        failing(runtime, ended=ended, way=Way.IN_PLACE).values()
     assert [(each.id, each.cause) for each in found.value.lost] == [("b", Cause.DIED)]
-    assert ended == ["b"] and runtime.aborted
+    assert ended == [("b", False)] and runtime.aborted
+
+
+def test_fresh_processes_replace_survivors_without_asking_them() -> None:
+    runtime, ended = Broken(), []
+    with pytest.raises(RanksLostError) as found:
+        failing(runtime, ended=ended, way=Way.FRESH_PROCESSES).values()
+    assert [each.id for each in found.value.lost] == ["b"] and found.value.replaced == ("a",)
+    assert ended == [("a", True), ("b", False)] and not runtime.aborted
+
+
+class Stuck(Broken):
+    """A runtime in which the call of `b` failed since its process is gone, and `a` cannot abort."""
+
+    def wait(self, refs: list[str], *, timeout_s: float) -> list[str]:
+        self.time_s += timeout_s
+        return [ref for ref in refs if ref not in ("call of a", "aborted")]
+
+    def get(self, ref: str) -> Any:
+        if ref == "call of b":
+            raise ActorLostError("it was killed")
+        return super().get(ref)
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    time_s = 0.0
+
+
+def test_survivors_that_cannot_leave_are_lost_with_their_devices_kept() -> None:
+    ended: list[tuple[str, bool]] = []
+    with pytest.raises(RanksLostError) as found:
+        failing(Stuck(), ended=ended, way=Way.IN_PLACE).values()
+    assert [(each.id, each.cause) for each in found.value.lost] == [("a", Cause.HUNG), ("b", Cause.DIED)]
+    assert found.value.are_stuck and found.value.cause is Cause.DIED
+    assert ended == [("a", True), ("b", True)]
+
+
+def test_calls_that_may_not_last_hang_though_heartbeats_come() -> None:
+    beats = {"a": beat(), "b": beat()}
+    assert looked(9, names="ab", deadline_s=None, most_s=10, ended="a", **beats) == (set(), "")
+    assert looked(11, names="ab", deadline_s=None, most_s=10, ended="a", **beats) == (
+        {"b"},
+        "b hangs: not done within 10 s",
+    )

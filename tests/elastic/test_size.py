@@ -64,7 +64,7 @@ def most(facts: Facts, *, at_most: int) -> tuple[int, int] | None:
 @examples(100)
 @given(worlds())
 def test_a_failure_leaves_as_many_ranks_as_can_be(facts: Facts) -> None:
-    facts = dataclasses.replace(facts, losses=(), failure=DEAD, setbacks=Setbacks())
+    facts = dataclasses.replace(facts, losses=(), failure=DEAD, setbacks=Setbacks(), replacing_since_s=())
     at_most = len(facts.active) if facts.active and not facts.limits.grow else 99
     best = most(facts, at_most=at_most)
     decision = decide(facts, now_s=NOW_S)
@@ -84,6 +84,7 @@ def test_waiting_ends_after_its_time_and_not_before(facts: Facts, waited_s: floa
         failure=DEAD,
         setbacks=Setbacks(),
         waiting_since_s=NOW_S,
+        replacing_since_s=(),
     )
     assert decide(facts, now_s=NOW_S).what is Move.WAIT
     wait_s = facts.limits.wait_s
@@ -247,3 +248,23 @@ def test_a_hung_device_counts_as_lost_though_its_process_lives() -> None:
     decision = decide(facts, now_s=NOW_S)
     assert decision.devices == ("d0", "d1", "d2")
     assert "1 device hung (silent for 30 s), 1 of 4 devices lost" in decision.reason
+
+
+@pytest.mark.parametrize(("waited_s", "what"), [(0.0, Move.WAIT), (59.0, Move.WAIT), (61.0, Move.FORM)])
+def test_a_recovery_waits_for_fresh_processes_on_its_devices(waited_s: float, what: Move) -> None:
+    facts = running(*"aabb", limits=FOUR, gone=("d1",), failure=DEAD, replacing_since_s=(NOW_S - waited_s,))
+    decision = decide(facts, now_s=NOW_S)
+    assert decision.what is what
+    if what is Move.WAIT:
+        assert "1 fresh process starting on devices of the run" in decision.reason
+    else:
+        assert len(decision.devices) == 3
+
+
+def test_nobody_waits_for_processes_that_make_no_larger_run() -> None:
+    """With two devices for a rank, and at most four."""
+    limits = dataclasses.replace(FOUR, tensor_parallel=2)
+    facts = running(*"aabbb", limits=limits, gone=("d1",), failure=DEAD, replacing_since_s=(NOW_S,))
+    assert len(decide(facts, now_s=NOW_S).devices) == 4, "one that stood by makes it whole"
+    facts = running(*"aabb", limits=limits, gone=("d1",), failure=DEAD, replacing_since_s=(NOW_S,))
+    assert decide(facts, now_s=NOW_S).what is Move.WAIT

@@ -77,6 +77,7 @@ def worlds(draw: st.DrawFn) -> Facts:
         num_stages=num_stages,
         leaving=dict.fromkeys(sorted(draw(st.sets(node, max_size=2))), NOW_S + 30),
         starting_since_s=tuple(draw(st.lists(st.floats(900, NOW_S), max_size=2))),
+        replacing_since_s=tuple(draw(st.lists(st.floats(900, NOW_S), max_size=2))),
         losses=tuple(draw(st.lists(st.builds(Loss, place=node, at_s=st.floats(300, NOW_S)), max_size=5))),
         failure=draw(st.none() | failures(ids)),
         setbacks=Setbacks(recoveries=draw(st.integers(0, 2)), collectives=draw(st.integers(0, 2))),

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from rayfcp.cluster.workers.lifetime import STANDBY
 from tests.simulated.schedule import Fault, Kind
 from tests.simulated.world import HEAD, Actor, Node, Process
 
@@ -9,6 +10,11 @@ if TYPE_CHECKING:
     from tests.simulated.run import SimulatedRun
 
 MOST_NODES = 12
+
+
+def _stands_by(actor: Actor) -> bool:
+    """True for a process beside a worker, which has not taken its place yet."""
+    return f"/{STANDBY}/" in actor.process.name and (actor.instance is None or actor.instance.facts() is None)
 
 
 class Injector:
@@ -46,7 +52,7 @@ class Injector:
     # Workers.
 
     def _some(self, kind: str, count: int = 1) -> list[Actor]:
-        found = self._world.living(kind)
+        found = [each for each in self._world.living(kind) if not _stands_by(each)]
         return self._world.random.sample(found, min(count, len(found)))
 
     def _kill(self, kind: str, count: int) -> None:
@@ -75,6 +81,15 @@ class Injector:
         for actor in self._some("worker"):
             if actor.instance is not None:
                 actor.instance.deadlock()
+
+    def _standby_dies(self, fault: Fault) -> None:
+        for actor in [each for each in self._world.living("worker") if _stands_by(each)][:1]:
+            self._world.kill(actor.process, "fault")
+
+    def _abort_hangs(self, fault: Fault) -> None:
+        survivors = len(self._some("worker", MOST_NODES)) - 1
+        self._run.behavior.hanging_aborts = self._world.random.randint(1, max(1, survivors))
+        self._kill("worker", 1)
 
     def _worker_slows(self, fault: Fault) -> None:
         for actor in self._some("worker"):

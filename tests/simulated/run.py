@@ -507,7 +507,7 @@ class SimulatedRun:
         orphan_s = self.config.elastic.orphan_s
 
         def worker(actor: Actor, runtime: SimulatedRuntime, args: Any, kwargs: Any) -> SimulatedWorker:
-            reservation = next(each for each in self.world.reservations.values() if each.actor is actor)
+            reservation = next(each for each in self.world.reservations.values() if actor in each.actors)
             return SimulatedWorker(
                 actor,
                 runtime,

@@ -237,7 +237,7 @@ class SimulatedRuntime:
     def _start_in(self, reservation: Reservation, actor: Actor) -> None:
         """Start on the reservation's node, once it is granted."""
         world = self.world
-        reservation.actor = actor
+        reservation.actors.append(actor)
 
         def begin() -> None:
             if not actor.process.alive:

@@ -20,6 +20,8 @@ class Kind(StrEnum):
     WORKER_STOPS = "worker is stopped (SIGSTOP)"
     WORKER_DEADLOCKS = "worker deadlocks"
     WORKER_SLOWS = "worker slows down"
+    STANDBY_DIES = "process that stands by dies"
+    ABORT_HANGS = "worker dies and aborts of others never return"
     EXCHANGE_STUCK = "message of an exchange is lost"
     EXCHANGE_FAILS = "exchange fails"
     NODE_PROCESSES_DIE = "all workers and the store of a node die"
@@ -47,6 +49,7 @@ HARMLESS = frozenset(
         Kind.NODE_COMES,
         Kind.WORKER_SLOWS,
         Kind.STORE_DIES,
+        Kind.STANDBY_DIES,
         Kind.PLANNER_DIES,
         Kind.DISK_FULL,
         Kind.MEMORY_FULL,
@@ -62,6 +65,7 @@ SINGLE = frozenset(
         Kind.NEWEST_WORKER_DIES,
         Kind.WORKER_STOPS,
         Kind.WORKER_DEADLOCKS,
+        Kind.ABORT_HANGS,
         Kind.EXCHANGE_STUCK,
         Kind.EXCHANGE_FAILS,
         Kind.CONNECTION_BREAKS,
@@ -142,6 +146,10 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
             "orphan_s": 20.0,
             "controller_restarts": 3,
             "max_recoveries": 8,
+            "recovery": rng.choice(["auto", "auto", "in_place", "fresh_processes"]),
+            "leave_timeout_s": rng.choice([2.0, 5.0]),
+            "rebuild_timeout_s": rng.choice([5.0, 30.0]),
+            "standby_workers": rng.choice([0, 0, 1, most]),
         },
         "plan": {"lookahead_steps": rng.choice([1, 2, 3]), "planner_actors": rng.choice([1, 2])},
     }

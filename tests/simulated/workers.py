@@ -35,6 +35,8 @@ from tests.simulated.world import Actor, Deferred, World
 class Behavior:
     """Behaviour that the devices of a run share. `slowness`: factors of step time by worker id.
 
+    `hanging_aborts`: aborts that will never return, and free nothing.
+
     `observe` is called for each shard at each version, `on_step` for each device that begins one, `on_leave` for
     each that is to leave its generation.
     """
@@ -48,6 +50,7 @@ class Behavior:
     on_step: Callable[[int], None] = lambda _: None
     on_leave: Callable[[], None] = lambda: None
     slowness: dict[str, float] = field(default_factory=dict)
+    hanging_aborts: int = 0
     stuck_steps: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
     broken_steps: set[int] = field(default_factory=set)
@@ -170,13 +173,18 @@ class SimulatedWorker:
     def group(self) -> Any:
         return self._reservation
 
-    def abort(self) -> None:
+    def abort(self) -> Deferred | None:
         """Free the main thread: its call fails, and so does everybody's exchange with this device."""
+        if self._behavior.hanging_aborts and self.generation is not None:
+            self._behavior.hanging_aborts -= 1
+            self._deadlocked = True
+            return Deferred()
         if self.generation is not None:
             self.generation.breaks()
         if self._pending is not None and not self._deadlocked:
             pending, self._pending, self._in_step = self._pending, None, False
             self._later(lambda: pending.settle(error=CollectiveFailedError("aborted")))
+        return None
 
     def headers(self) -> tuple[ShardHeader, ...]:
         return () if self._facts is None else self._copies.headers()
@@ -195,6 +203,12 @@ class SimulatedWorker:
         return self._opened_copies
 
     # The main thread.
+
+    def warm(self) -> Deferred:
+        """Imports take a while."""
+        warmed = Deferred()
+        self._later(warmed.settle, 3.0)
+        return warmed
 
     def open(self) -> DeviceFacts:
         self._facts = DeviceFacts(

@@ -233,7 +233,7 @@ class Reservation:
 
     def __init__(self, key: str, name: str, ref: Ref) -> None:
         self.key, self.name, self.node, self.slot, self.granted = key, name, "", 0, ref
-        self.actor: Actor | None = None
+        self.actors: list[Actor] = []
         self.when_granted: list[Callable[[], None]] = []
 
 
@@ -455,13 +455,13 @@ class World:
                 self.at(0.0, call)
 
     def release(self, reservation: Reservation) -> None:
-        """Take a device back; the worker that is on it ends."""
+        """Take a device back; the processes that are on it end."""
         if self.reservations.pop(reservation.key, None) is None:
             return
         if reservation.node:
             self.nodes[reservation.node].taken.discard(reservation.slot)
-        if reservation.actor is not None:
-            self.kill(reservation.actor.process, "its device was given back")
+        for actor in reservation.actors:
+            self.kill(actor.process, "its device was given back")
         self.at(0.05, self.grant)
 
 

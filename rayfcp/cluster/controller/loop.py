@@ -155,7 +155,7 @@ class TrainingLoop:
             RunAbortedError: too few devices are left, or it happened too often.
             StoppedError: the user stopped the run meanwhile.
         """
-        noticed_s = self._runtime.now_s()
+        noticed_s = error.noticed_s
         self._journal.metrics.enter(RunState.RECOVERING)
         before = len(self._state.ids)
         self._stepper.broke(step)

@@ -108,7 +108,7 @@ class Stepper:
         self.plans.refill()
         self._learn()
         deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
-        devices = worker_group.get(refs, deadline_s=deadline_s)
+        devices = worker_group.get(refs, deadline_s=deadline_s, leave_s=self._times.leave_s(self._config.elastic))
         step_s = self._runtime.now_s() - start_s
         report = step_report(
             planned,

@@ -55,10 +55,13 @@ def check_room(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFac
                 f"(docker run --shm-size, or an emptyDir of medium Memory), {remedy}"
             )
         live = share if DEVICES[of_node[node].device].is_host else 0.0
-        need = host.used_bytes + host.store_bytes + copies * share + live
+        standbys = min(config.elastic.standby_workers, count) * config.elastic.standby_memory_gib * GIB
+        used = host.used_bytes + standbys
+        need = used + host.store_bytes + copies * share + live
         if need > MEMORY_SHARE * host.limit_bytes:
             raise ConfigError(
                 f"{what}of whose {host.limit_bytes / GIB:.1f} GiB of memory {MEMORY_SHARE:.0%} may be used, by "
-                f"{host.used_bytes / GIB:.1f} GiB that are in use and {host.store_bytes / GIB:.1f} GiB of Ray's object "
-                f"store too; lower that (ray start --object-store-memory), {remedy}"
+                f"{used / GIB:.1f} GiB that are in use{' or for elastic.standby_workers' if standbys else ''} and "
+                f"{host.store_bytes / GIB:.1f} GiB of Ray's object store too; lower that (ray start "
+                f"--object-store-memory), {remedy}"
             )

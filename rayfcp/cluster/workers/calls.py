@@ -1,7 +1,7 @@
 """Calls of all devices at once: their heartbeats while the calls last, and losses of devices, which free the others."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from rayfcp.cluster.workers.facts import Member
 from rayfcp.config import ConfigError
 from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.hang import HangVerdict, Heartbeat, judge
+from rayfcp.elastic.recovery import Way
 from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
 from rayfcp.values import InfeasiblePlanError
 
@@ -58,11 +59,23 @@ class LostWorker:
 
 class RanksLostError(WorkerFailedError):
     """Devices are gone, or an exchange failed though all are alive (`cause` collective, none `lost`). The calls of the
-    living devices have ended."""
+    living devices have ended.
 
-    def __init__(self, message: str, *, lost: Sequence[LostWorker]) -> None:
+    `noticed_s`: time of the failure, on `Runtime.now_s`. `replaced`: ids of workers that were ended too, so that fresh
+    processes replace them on their devices. `are_stuck`: some of the lost did not leave in time what had failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        lost: Sequence[LostWorker],
+        noticed_s: float,
+        replaced: Sequence[str] = (),
+        are_stuck: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.lost = tuple(lost)
+        self.lost, self.noticed_s, self.replaced, self.are_stuck = tuple(lost), noticed_s, tuple(replaced), are_stuck
 
     @property
     def cause(self) -> Cause:
@@ -78,8 +91,10 @@ class GroupCall:
         names: names of the devices in messages.
         deadline_s: seconds without progress after which busy devices hang, see `rayfcp.elastic.hang.judge`; None: calls
             may last, but all devices must send heartbeats within `limit_s`.
-        limit_s: also the time for a call to end after it was aborted.
-        end: ends a lost member for good.
+        most_s: seconds after which calls hang, however many heartbeats there are; None: there is no such limit.
+        leave_s: time for the calls to end after they were aborted, `limit_s` if None.
+        way: returns how survivors of a failure go on.
+        end: ends a lost member for good; `keep_device` if a fresh process may replace it on its device.
     """
 
     def __init__(
@@ -91,16 +106,23 @@ class GroupCall:
         names: Sequence[str],
         deadline_s: float | None,
         limit_s: float,
-        end: Callable[[Member], None],
+        most_s: float | None = None,
+        leave_s: float | None = None,
+        way: Callable[[], Way] = lambda: Way.IN_PLACE,
+        end: Callable[..., None],
     ) -> None:
         self._members, self._runtime, self._names = members, runtime, names
-        self._deadline_s, self._limit_s, self._end = deadline_s, limit_s, end
+        self._deadline_s, self._limit_s, self._most_s = deadline_s, limit_s, most_s
+        self._leave_s, self._way, self._end = limit_s if leave_s is None else leave_s, way, end
         self._pending: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
         self._values: list[Any] = [None] * len(refs)
         start_s = runtime.now_s()
+        self._start_s = self._noticed_s = start_s
         self._heartbeats = [Heartbeat(id=member.id, heard_s=start_s, moved_s=start_s) for member in members]
         self._requests: list[Any] = [None] * len(members)
         self._gone: dict[int, Cause] = {}
+        self._broken: set[int] = set()
+        self._are_stuck = False
         self._reason = ""
         self._program_error: WorkerFailedError | None = None
         self.waited_s = 0.0
@@ -112,10 +134,13 @@ class GroupCall:
                 self._look()
         if not self._reason:
             return self._values
+        self._noticed_s = self._runtime.now_s()
         if not self._gone:
             self._find_cause()
-        self._free()
-        raise self._lost()
+        way = self._way()
+        if way is Way.IN_PLACE:
+            self._free()
+        raise self._lost(way)
 
     def _take_ended(self) -> bool:
         """Wait up to `LOOK_S` for calls to end; False if none did.
@@ -137,6 +162,7 @@ class GroupCall:
                     raise cause from error
                 if isinstance(cause, DeviceLostError):
                     self._gone[number] = Cause.DIED
+                    self._broken.add(number)
                 elif not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
                     self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
                 self._reason = self._reason or f"{name} failed: {cause}"
@@ -167,6 +193,9 @@ class GroupCall:
             busy = [self._heartbeats[number] for number in sorted(self._pending.values())]
             return judge(busy, now_s=now_s, deadline_s=self._deadline_s)
         hung = tuple(each.id for each in self._heartbeats if now_s - each.heard_s > self._limit_s)
+        if not hung and self._most_s is not None and now_s - self._start_s > self._most_s:
+            late = tuple(self._members[number].id for number in sorted(self._pending.values()))
+            return HangVerdict(hung=late, reason=f"not done within {self._most_s:.0f} s")
         return HangVerdict(hung=hung, reason=f"sent no heartbeat for {self._limit_s:.0f} s")
 
     def _poll(self, number: int) -> None:
@@ -194,15 +223,15 @@ class GroupCall:
             WorkerFailedError: all are alive, and a worker's own program failed.
         """
         refs = {member.handle.beat.remote(): number for number, member in enumerate(self._members)}
-        silent = self._unanswered(refs, until_gone=True)
+        silent = self._unanswered(refs, end_s=self._runtime.now_s() + SILENT_S, until_gone=True)
         if self._program_error is not None and not self._gone:
             raise self._program_error
         if not self._gone:
             self._gone |= dict.fromkeys(silent, Cause.HUNG)
 
-    def _unanswered(self, refs: dict[Any, int], *, until_gone: bool) -> list[int]:
-        """Devices that do not answer within `SILENT_S`; those that turn out to be gone are marked."""
-        end_s, left = self._runtime.now_s() + SILENT_S, dict(refs)
+    def _unanswered(self, refs: dict[Any, int], *, end_s: float, until_gone: bool) -> list[int]:
+        """Devices that do not answer by `end_s`; those that turn out to be gone are marked."""
+        left = dict(refs)
         while left and not (until_gone and self._gone):
             done = self._runtime.wait(list(left), timeout_s=max(0.0, end_s - self._runtime.now_s()))
             if not done:
@@ -214,37 +243,52 @@ class GroupCall:
         return list(left.values())
 
     def _free(self) -> None:
-        """Abort the calls of living devices and wait for their end; a device whose call does not end is hung as well.
-        A call that had not begun when it was aborted is aborted again."""
-        living = [number for number in range(len(self._members)) if number not in self._gone]
-        refs = {self._members[number].handle.abort.remote(): number for number in living}
-        self._gone |= dict.fromkeys(self._unanswered(refs, until_gone=False), Cause.HUNG)
-        end_s = self._runtime.now_s() + self._limit_s
+        """Abort the calls of living devices and wait for their end; a device that does not abort, or whose call does
+        not end in time, is hung as well. A call that had not begun when it was aborted is aborted again."""
+        end_s = self._runtime.now_s() + self._leave_s
+        aborts = {self._abort(number): number for number in range(len(self._members)) if number not in self._gone}
+        self._stuck(self._unanswered(aborts, end_s=end_s, until_gone=False))
         again: dict[Any, int] = {}
         while self._pending_of_living() and self._runtime.now_s() < end_s:
             if not self._take_ended():
-                again |= {self._members[each].handle.abort.remote(): each for each in self._pending.values()}
-        self._unanswered(again, until_gone=False)  # so that none of them meets a later call
-        self._gone |= dict.fromkeys(self._pending.values(), Cause.HUNG)
+                again |= {self._abort(each): each for each in self._pending.values()}
+        self._stuck(self._pending.values())
+        # So that none of them meets a later call.
+        again = {ref: number for ref, number in again.items() if number not in self._gone}
+        self._stuck(self._unanswered(again, end_s=max(end_s, self._runtime.now_s() + LOOK_S), until_gone=False))
+
+    def _abort(self, number: int) -> Any:
+        return self._members[number].handle.abort.remote()
+
+    def _stuck(self, numbers: Iterable[int]) -> None:
+        """Take devices that did not leave for hung, unless they are gone for another reason."""
+        for number in numbers:
+            if number not in self._gone:
+                logger.warning(
+                    "%s did not leave within %.1f s after it was aborted", self._names[number], self._leave_s
+                )
+                self._gone[number], self._are_stuck = Cause.HUNG, True
 
     def _pending_of_living(self) -> bool:
         self._pending = {ref: number for ref, number in self._pending.items() if number not in self._gone}
         return bool(self._pending)
 
-    def _lost(self) -> WorkerFailedError:
+    def _lost(self, way: Way) -> WorkerFailedError:
         """End lost members for good, stopped processes that do not react to the runtime included, so that their devices
-        are free."""
-        lost = [(number, self._members[number]) for number in sorted(self._gone)]
-        for _, member in lost:
-            self._end(member)
-        if self._program_error is not None and not lost:
+        are free; and those that fresh processes replace."""
+        if self._program_error is not None and not self._gone and way is Way.IN_PLACE:
             return self._program_error
+        lost, replaced = [], []
+        for number, member in enumerate(self._members):
+            cause = self._gone.get(number)
+            if cause is not None:
+                self._end(member, keep_device=cause is not Cause.NODE and number not in self._broken)
+                lost.append(LostWorker(id=member.id, number=number, node_id=member.facts.node_id, cause=cause))
+            elif way is Way.FRESH_PROCESSES:
+                self._end(member, keep_device=True)
+                replaced.append(member.id)
         return RanksLostError(
-            self._reason,
-            lost=[
-                LostWorker(id=member.id, number=number, node_id=member.facts.node_id, cause=self._gone[number])
-                for number, member in lost
-            ],
+            self._reason, lost=lost, noticed_s=self._noticed_s, replaced=replaced, are_stuck=self._are_stuck
         )
 
 

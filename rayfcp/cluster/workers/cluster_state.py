@@ -16,11 +16,16 @@ from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Limits, Loss, Setbacks
 from rayfcp.elastic.recoverable import RecoverableState
+from rayfcp.elastic.recovery import Way, choose_way
 from rayfcp.elastic.size import decide
 from rayfcp.execute.reports import Joined
 from rayfcp.values import ClusterSpec, Decision, Move, StateId
+from rayfcp.values.devices import DEVICES
 
 logger = logging.getLogger(__name__)
+
+REPLACING_LOOK_S = 0.1
+"""Between two looks at fresh processes that a recovery waits for."""
 
 
 class ClusterState:
@@ -45,14 +50,14 @@ class ClusterState:
         self._runtime, self.worker_group = start.runtime, worker_group
         self._nodes = start.runtime.nodes()
         self._stop_looking = start.runtime.every(config.elastic.look_every_s, self._look_at_nodes, name="node watch")
-        self._pending = PendingWorkers(start)
+        self._start, self._pending = start, PendingWorkers(start)
         self._limits = Limits.of(config)
         self.snapshot_stores = snapshot_stores
-        worker_group.kill_process = snapshot_stores.kill
+        worker_group.kill_process, worker_group.way = snapshot_stores.kill, self._way
         self._rendezvous: Any = None
         self._cluster: ClusterSpec | None = None
         self.ids: tuple[str, ...] = ()
-        self._setbacks = Setbacks()
+        self._setbacks, self._num_stuck = Setbacks(), 0
         self._losses: tuple[Loss, ...] = ()
         self._warned: set[str] = set()
         self._place_of: dict[str, str] = {}
@@ -81,8 +86,11 @@ class ClusterState:
         self.worker_group.standby += self._pending.ready()
         # Accelerators that often lose their worker are avoided; CPU workers have no such place.
         self._place_of |= {member.id: member.facts.slot or member.id for member in self.worker_group.all}
-        if self._config.elastic.grow and failure is None and self._setbacks == Setbacks():
-            self._request_missing()
+        if failure is None and self._setbacks == Setbacks():
+            if self._config.elastic.grow:
+                self._request_missing()
+            if self._cluster is not None:
+                self._start.keep_standbys(self.worker_group.members)
         now_s = self._runtime.now_s()
         is_steady = failure is None and waiting_since_s is None and self._cluster is not None
         if is_steady and not self._draining_in_use() and not self.worker_group.standby:
@@ -109,8 +117,11 @@ class ClusterState:
             elif logged != decision.reason:
                 logger.info(decision.reason)
             logged = decision.reason
-            self._request_missing()
-            stopping.wait(self._config.elastic.look_every_s)
+            if self._pending.replacing_since_s:
+                stopping.wait(min(REPLACING_LOOK_S, self._config.elastic.look_every_s))
+            else:
+                self._request_missing()
+                stopping.wait(self._config.elastic.look_every_s)
 
     def spec(self, decision: Decision) -> ClusterSpec:
         """Cluster of the generation that a decision asks for."""
@@ -128,7 +139,15 @@ class ClusterState:
         self._newest_number = cluster.generation
         self.worker_group.form(cluster, decision.devices)
         self._cluster, self.ids = cluster, decision.devices
-        self._rendezvous, joined = join_devices(self.worker_group, cluster, empty=empty)
+        if not self._config.elastic.grow:
+            self._start.release_vacant()
+        # Initial weights of a large model take long: that is no sign of survivors that cannot rebuild.
+        most_s = self._config.elastic.rebuild_timeout_s if empty else None
+        try:
+            self._rendezvous, joined = join_devices(self.worker_group, cluster, empty=empty, most_s=most_s)
+        except RanksLostError as error:
+            self._num_stuck += error.cause in (Cause.HUNG, Cause.COLLECTIVE)
+            raise
         return joined
 
     def restore(self, found: RecoverableState) -> None:
@@ -165,13 +184,15 @@ class ClusterState:
         return are_lost
 
     def on_loss(self, error: RanksLostError) -> Failure:
-        """Record a loss and drop dead members and stores."""
+        """Record a loss, drop dead members and stores, and let fresh processes replace lost ones."""
+        self._num_stuck += error.are_stuck
         now_s = self._runtime.now_s()
         self._losses += tuple(Loss(place=self._place_of[each.id], at_s=now_s) for each in error.lost)
         gone = {each.node_id for each in error.lost if each.cause is Cause.NODE}
         for node in sorted(gone - self._runtime.nodes().alive) if gone else ():
             self.snapshot_stores.forget(node)
         self._drop_dead()
+        self._pending.replace(all=bool(error.replaced) or not self.worker_group.all)
         return Failure(
             cause=error.cause, lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
         )
@@ -195,6 +216,17 @@ class ClusterState:
                 end()
             except Exception:
                 logger.exception("ending devices")
+
+    def _way(self) -> Way:
+        way, reason = choose_way(
+            self._config.elastic.recovery,
+            is_host=DEVICES[self.worker_group.facts[0].device].is_host,
+            num_stuck=self._num_stuck,
+            setbacks=self._setbacks,
+        )
+        if way is Way.FRESH_PROCESSES:
+            self._log(f"recovering with fresh processes: {reason}")
+        return way
 
     def _look_at_nodes(self) -> None:
         self._nodes = self._runtime.nodes()
@@ -231,7 +263,8 @@ class ClusterState:
             active=self.ids,
             num_stages=self._cluster.num_stages if self._cluster else 1,
             leaving={node: now_s + (at_s or epoch_s) - epoch_s for node, at_s in self._nodes.draining.items()},
-            starting_since_s=tuple(self._pending.requested_s),
+            starting_since_s=self._pending.requested_s,
+            replacing_since_s=self._pending.replacing_since_s,
             losses=self._losses,
             failure=failure,
             setbacks=self._setbacks,

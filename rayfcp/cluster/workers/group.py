@@ -8,6 +8,7 @@ from rayfcp.cluster.workers.calls import GroupCall, RanksLostError
 from rayfcp.cluster.workers.facts import DeviceFacts, Member, device_names
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.config import Config, ConfigError
+from rayfcp.elastic.recovery import Way
 from rayfcp.execute.reports import Joined
 from rayfcp.values import ClusterSpec
 from rayfcp.values.devices import DEVICES
@@ -16,8 +17,8 @@ from rayfcp.values.devices import DEVICES
 class WorkerGroup:
     """Members in use in the order of their device numbers, those of one node neighbors; and members that stand by.
 
-    `kill_process`, if set, ends processes of lost workers that do not react to the runtime. `waited_s`: total seconds
-    spent waiting for workers.
+    `kill_process`, if set, ends processes of lost workers that do not react to the runtime. `way` returns how survivors
+    of a failure go on. `waited_s`: total seconds spent waiting for workers.
     """
 
     def __init__(self, start: WorkerStart, members: Iterable[Member]) -> None:
@@ -25,6 +26,7 @@ class WorkerGroup:
         self.members = sorted(members, key=lambda member: (member.facts.node_id, member.id))
         self.standby: list[Member] = []
         self.kill_process: Callable[[DeviceFacts], None] | None = None
+        self.way: Callable[[], Way] = lambda: Way.IN_PLACE
         self.waited_s = 0.0
         self._names = [f"rank {number}" for number in range(len(self.members))]
         for member in self.members:
@@ -65,16 +67,25 @@ class WorkerGroup:
                 self._end(member)
         self._forget(gone)
 
-    def call(self, method: Callable[[int, Any], Any]) -> list[Any]:
+    def call(self, method: Callable[[int, Any], Any], *, most_s: float | None = None) -> list[Any]:
         """Values of `method(number, worker)`, which returns a reference, for every device in order. Raises as `get`."""
-        return self.get([method(number, worker) for number, worker in enumerate(self.workers)])
+        return self.get([method(number, worker) for number, worker in enumerate(self.workers)], most_s=most_s)
 
-    def get(self, refs: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
+    def get(
+        self,
+        refs: Sequence[Any],
+        *,
+        deadline_s: float | None = None,
+        most_s: float | None = None,
+        leave_s: float | None = None,
+    ) -> list[Any]:
         """Values of one reference per member in use. The first failure is raised; other calls may go on.
 
         Args:
             deadline_s: seconds without progress after which devices hang; None: they hang without heartbeat for
-                `elastic.hang_min_s`, however long the calls last.
+                `elastic.hang_min_s`, however long the calls last, but for `most_s`.
+            most_s: seconds after which calls hang in any case, if there is no `deadline_s`.
+            leave_s: time for devices to leave a call that failed elsewhere; `elastic.hang_min_s` if None.
 
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker, unchanged.
@@ -89,22 +100,26 @@ class WorkerGroup:
             names=self._names,
             deadline_s=deadline_s,
             limit_s=self._start.config.elastic.hang_min_s,
+            most_s=most_s,
+            leave_s=leave_s,
+            way=self.way,
             end=self._end,
         )
         try:
             return call.values()
         except RanksLostError as error:
-            self._forget({each.id for each in error.lost})
+            self._forget({each.id for each in error.lost} | set(error.replaced))
             raise
         finally:
             self.waited_s += call.waited_s
 
     def end(self) -> None:
-        """Kill all members by id and give their devices back."""
+        """Kill all members by id and give their devices back, and those of lost members."""
         self.drop([member.id for member in self.all])
+        self._start.release_vacant()
 
-    def _end(self, member: Member) -> None:
-        self._start.end(member)
+    def _end(self, member: Member, *, keep_device: bool = False) -> None:
+        self._start.end(member, keep_device=keep_device)
         if self.kill_process is not None:
             self.kill_process(member.facts)
 
@@ -113,13 +128,18 @@ class WorkerGroup:
         self.standby = [member for member in self.standby if member.id not in ids]
 
 
-def join_devices(worker_group: WorkerGroup, cluster: ClusterSpec, *, empty: bool = False) -> tuple[Any, list[Joined]]:
-    """Make all workers devices of the cluster, in order; `empty`: with weights that will be filled. The server must
-    live as long as the generation."""
+def join_devices(
+    worker_group: WorkerGroup, cluster: ClusterSpec, *, empty: bool = False, most_s: float | None = None
+) -> tuple[Any, list[Joined]]:
+    """Make all workers devices of the cluster, in order, within `most_s`. The server must live as long as the
+    generation. `empty`: with weights that will be filled."""
     here = worker_group.runtime.here()
     alone = all(fact.node_id == here for fact in worker_group.facts)
     rendezvous, server = worker_group.runtime.rendezvous(cluster, alone=alone)
-    return server, worker_group.call(lambda number, worker: worker.join.remote(number, rendezvous, empty=empty))
+    joined = worker_group.call(
+        lambda number, worker: worker.join.remote(number, rendezvous, empty=empty), most_s=most_s
+    )
+    return server, joined
 
 
 def device_peak_flops(config: Config, worker_group: WorkerGroup) -> float:

@@ -11,7 +11,7 @@ from ray.util.placement_group import get_current_placement_group, remove_placeme
 
 from rayfcp.config import Config
 
-WORKER, STORE, DEVICE = "worker", "store", "device"
+WORKER, STANDBY, STORE, DEVICE = "worker", "standby", "store", "device"
 
 
 def run_key(config: Config) -> str:

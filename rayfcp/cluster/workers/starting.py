@@ -2,14 +2,14 @@
 alive and ended."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.cluster.workers.calls import WorkerFailedError, value_of
 from rayfcp.cluster.workers.facts import DeviceFacts, Member
-from rayfcp.cluster.workers.lifetime import DEVICE, STORE, WORKER, actor_name
+from rayfcp.cluster.workers.lifetime import DEVICE, STANDBY, STORE, WORKER, actor_name
 from rayfcp.config import Config, ConfigError
 from rayfcp.values.devices import AUTO, DEVICES, device_in
 
@@ -24,6 +24,10 @@ MORE_WORKERS_WAIT_S = 2.0
 
 REMOVE_S = 5.0
 """Time for snapshot stores to remove copies before they are ended."""
+
+STANDBY_SHARE = 0.1
+"""Of an accelerator that a standby process holds, so that Ray lets it see the device of its worker, which has the
+rest."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause after workers that could not open; it doubles from the first to the longest."""
@@ -61,6 +65,15 @@ class Launched:
         return Member(id=self.id, handle=self.handle, group=self.group, facts=facts)
 
 
+@dataclass(slots=True, kw_only=True)
+class Standby:
+    """A process that stands by in a worker's reservation; `warming` until it has imported everything."""
+
+    id: str
+    handle: Any
+    warming: Any
+
+
 def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Callable[[], None]:
     """Call `beat` of actors often enough that they do not end as orphans; return a function that stops it."""
 
@@ -74,6 +87,9 @@ def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Itera
 class WorkerStart:
     """Starts and ends the workers of a run. No process owns them: whoever starts or adopts them keeps them alive with
     `hold`, and ends them.
+
+    Reservations whose workers were lost are kept as `vacant`: the next launches use them first. A process that stands
+    by in one becomes the worker then, without the time that imports take.
 
     Args:
         device: resolved value of `cluster.device`.
@@ -94,6 +110,16 @@ class WorkerStart:
         self.config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
         self.runtime, self.run_key = runtime, run_key
         self.resources = bundle(device, threads=config.train.threads_per_worker)
+        self.vacant: list[Any] = []
+        self._standbys: dict[str, Standby] = {}
+        accelerators = set(self.resources) - {"CPU"}
+        share = STANDBY_SHARE if config.elastic.standby_workers else 0.0
+        self._shares = {
+            WORKER: {
+                name: count * (1 - share) if name in accelerators else count for name, count in self.resources.items()
+            },
+            STANDBY: {name: count * share if name in accelerators else 0.0 for name, count in self.resources.items()},
+        }
         self._data_dir, self._vocab_size, self._copies = data_dir, vocab_size, copies
         self._held: dict[str, Any] = {}
         self._stop_beats: Callable[[], None] | None = None
@@ -102,17 +128,53 @@ class WorkerStart:
         """Reserve one worker's device, granted once there is one; detached, and named after its run."""
         return self.runtime.reserve(self.resources, name=actor_name(self.run_key, DEVICE, id=self.runtime.new_id()))
 
-    def launch(self, group: Any) -> Launched:
-        """Request a worker in this reservation, granted or not, without waiting."""
+    def launch(self, group: Any = None) -> Launched:
+        """Request a worker without waiting: in this reservation, granted or not; in a vacant one; or in a new one."""
+        if group is None:
+            group = self.vacant.pop(0) if self.vacant else self.reserve()
+        standby = self._standbys.pop(self.runtime.key(group), None)
+        id, handle = (standby.id, standby.handle) if standby is not None else self._start(WORKER, group)
+        now_s = self.runtime.now_s()
+        return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
+
+    def replacements(self, *, all: bool) -> list[Launched]:
+        """Launch workers in `all` vacant reservations, or in those where processes stand by."""
+        ready = [each for each in self.vacant if all or self.runtime.key(each) in self._standbys]
+        self.vacant = [each for each in self.vacant if each not in ready]
+        return [self.launch(each) for each in ready]
+
+    def release_vacant(self, *, but: int = 0) -> None:
+        """Give vacant devices back, all but the first ones."""
+        while len(self.vacant) > but:
+            self._release(self.vacant.pop())
+
+    def keep_standbys(self, members: Sequence[Member]) -> None:
+        """Start the next process that stands by, if `elastic.standby_workers` asks for more and none is starting."""
+        most, runtime = min(self.config.elastic.standby_workers, len(members)), self.runtime
+        for key, standby in list(self._standbys.items()):
+            if standby.warming is not None and runtime.wait([standby.warming], timeout_s=0):
+                try:
+                    runtime.get(standby.warming)
+                    standby.warming = None
+                except CallError as error:
+                    logger.warning("a process that was to stand by could not start: %s", error)
+                    self._end_standby(key)
+        if len(self._standbys) >= most or any(each.warming is not None for each in self._standbys.values()):
+            return
+        group = next(each.group for each in members if runtime.key(each.group) not in self._standbys)
+        id, handle = self._start(STANDBY, group)
+        self._standbys[runtime.key(group)] = Standby(id=id, handle=handle, warming=handle.warm.remote())
+
+    def _start(self, kind: str, group: Any) -> tuple[str, Any]:
+        """Start the process of a worker, or of one that stands by, in a reservation; return its id and handle."""
         id = self.runtime.new_id()
-        name = actor_name(self.run_key, WORKER, id=id)
-        spec = ActorSpec(role=Role.WORKER, name=name, reservation=group, resources=self.resources)
+        name = actor_name(self.run_key, kind, id=id)
+        spec = ActorSpec(role=Role.WORKER, name=name, reservation=group, resources=self._shares[kind])
         handle = self.runtime.start(
             spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id, copies=self._copies
         )
         self.hold(id, handle)
-        now_s = self.runtime.now_s()
-        return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
+        return id, handle
 
     def open_all(self, *, stopped: Callable[[], bool] = bool) -> list[Member]:
         """Start a worker on each of the devices that are there, in the order in which they open. Those that do not open
@@ -131,14 +193,29 @@ class WorkerStart:
                 self.end(each)
             raise
 
-    def end(self, worker: Member | Launched) -> None:
-        """Kill a worker, started or not, and give its device back."""
-        self._held.pop(worker.id, None)
+    def end(self, worker: Member | Launched, *, keep_device: bool = False) -> None:
+        """Kill a worker, started or not; give its device back, or keep it as vacant."""
+        self._end_process(worker.id, worker.handle)
+        if keep_device:
+            self.vacant.append(worker.group)
+        else:
+            self._release(worker.group)
+
+    def _release(self, group: Any) -> None:
+        self._end_standby(self.runtime.key(group))
+        self.runtime.release(group)
+
+    def _end_standby(self, key: str) -> None:
+        standby = self._standbys.pop(key, None)
+        if standby is not None:
+            self._end_process(standby.id, standby.handle)
+
+    def _end_process(self, id: str, handle: Any) -> None:
+        self._held.pop(id, None)
         if not self._held and self._stop_beats is not None:
             self._stop_beats()
             self._stop_beats = None
-        self.runtime.end(worker.handle)
-        self.runtime.release(worker.group)
+        self.runtime.end(handle)
 
     def hold(self, id: str, handle: Any) -> None:
         """Keep a worker alive until `end`."""
@@ -207,6 +284,7 @@ class PendingWorkers:
         self._wanted = self._requested = 0
         self._failures, self._again_s = 0, 0.0
         self._with_device: set[str] = set()
+        self._replacing: set[str] = set()
         self._looked_s = start.runtime.now_s()
 
     @property
@@ -214,11 +292,25 @@ class PendingWorkers:
         """Time of each pending request, on `Runtime.now_s`."""
         return tuple(each.requested_s for each in self._pending)
 
+    @property
+    def replacing_since_s(self) -> tuple[float, ...]:
+        """The same of those that `replace` launched."""
+        return tuple(each.requested_s for each in self._pending if each.id in self._replacing)
+
+    def replace(self, *, all: bool) -> None:
+        """Launch workers in the place of lost ones, on `all` vacant devices, or where processes stand by."""
+        launched = self._start.replacements(all=all)
+        self._pending += launched
+        self._wanted += len(launched)
+        self._replacing = {each.id for each in launched} | (self._replacing & {each.id for each in self._pending})
+
     def want(self, missing: int, *, in_use: int) -> None:
-        """Keep `missing` workers pending beside the devices in use; surplus ones are given up, the latest first."""
+        """Keep `missing` workers pending beside the devices in use; surplus ones, and vacant devices, are given up, the
+        latest first."""
         self._wanted = missing
         while len(self._pending) > missing:
             self._start.end(self._pending.pop())
+        self._start.release_vacant(but=missing - len(self._pending))
         # The autoscaler takes a request for the whole cluster, so devices in use count as well.
         devices = missing + in_use if missing else 0
         if self._requested != devices:
@@ -283,16 +375,16 @@ class PendingWorkers:
         if self._runtime.now_s() < self._again_s:
             return
         while len(self._pending) < self._wanted:
-            self._pending.append(self._start.launch(self._start.reserve()))
+            self._pending.append(self._start.launch())
 
 
 def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tuple[list[Member], dict[str, Any]]:
     """Abort the workers that are left of a run; return them, idle and in no generation, and the stores by node.
 
-    Those that do not answer within `timeout_s`, or have not opened yet, are ended, and reservations without a worker
-    are given back.
+    Those that do not answer within `timeout_s`, or have not opened yet, are ended, such as processes that stand by, and
+    reservations without a worker are given back.
     """
-    workers, stores = _named(runtime, run_key, WORKER), _named(runtime, run_key, STORE)
+    workers, stores = _workers(runtime, run_key), _named(runtime, run_key, STORE)
     end_s = runtime.now_s() + timeout_s
 
     def answer(ref: Any) -> Any:
@@ -305,8 +397,7 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
         logger.warning("%s of the lost controller does not answer and is ended", what)
         runtime.end(handle)
 
-    for worker in workers.values():
-        worker.abort.remote()
+    aborts = {id: worker.abort.remote() for id, worker in workers.items()}
     answers = {
         id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()
     }
@@ -314,7 +405,8 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
     members = []
     for id, refs in answers.items():
         facts, group, idle = map(answer, refs)
-        if isinstance(facts, DeviceFacts) and group is not None and idle is not None:
+        is_free = idle is not None and bool(runtime.wait([aborts[id]], timeout_s=max(0.0, end_s - runtime.now_s())))
+        if isinstance(facts, DeviceFacts) and group is not None and is_free:
             members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
         else:
             end(workers[id], what=f"worker {id}")
@@ -332,7 +424,7 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
 def end_leftovers(runtime: Runtime, run_key: str) -> None:
     """End all workers and snapshot stores of a run without controller, with the copies of its state, and withdraw its
     request to the autoscaler."""
-    for handle in _named(runtime, run_key, WORKER).values():
+    for handle in _workers(runtime, run_key).values():
         runtime.end(handle)
     end_stores(runtime, _named(runtime, run_key, STORE).values())
     _release_all(runtime, run_key, held=set())
@@ -345,6 +437,11 @@ def end_stores(runtime: Runtime, stores: Iterable[Any]) -> None:
     runtime.wait_all([store.remove_copies.remote() for store in handles], timeout_s=REMOVE_S)
     for handle in handles:
         runtime.end(handle)
+
+
+def _workers(runtime: Runtime, run_key: str) -> dict[str, Any]:
+    """Workers, and processes that stand by, some of which may have become workers."""
+    return _named(runtime, run_key, WORKER) | _named(runtime, run_key, STANDBY)
 
 
 def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:

@@ -51,8 +51,21 @@ class DeviceWorker:
         self._facts: DeviceFacts | None = None
         self._watch = OrphanWatch(config.elastic.orphan_s)
 
+    def warm(self) -> None:
+        """Import all that a worker needs, so that `open` and `join` take no time for it; touches no device."""
+        # Libraries that ask for GPUs while they are imported do not initialize the driver then, which would fix the
+        # devices that this process sees.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+        import rayfcp.execute.engine  # noqa: F401
+        from rayfcp.models.build import empty_model
+        from rayfcp.models.describe import model_config
+
+        config = self._config.model
+        empty_model(model_config(config, vocab_size=self._vocab_size), dtype=config.dtype)
+
     def open(self) -> DeviceFacts:
-        """Open the device; to be called first. Not in the constructor, whose errors Ray hides.
+        """Open the device; to be called first, or after `warm`. Not in the constructor, whose errors Ray hides.
 
         Raises:
             ConfigError: the device, or a library that it needs, is missing.
