@@ -23,6 +23,7 @@ class Cause(StrEnum):
     NODE = "node"
     HUNG = "hung"
     COLLECTIVE = "collective"
+    MEMORY = "memory"
     PROGRAM = "program"
 
 

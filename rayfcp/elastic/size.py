@@ -164,6 +164,7 @@ def what_failed(failure: Failure) -> str:
         Cause.NODE: f"{devices} lost with a node",
         Cause.HUNG: f"{devices} hung",
         Cause.COLLECTIVE: "communication among devices failed",
+        Cause.MEMORY: "a device ran out of memory",
         Cause.PROGRAM: "the program failed",
     }[failure.cause]
     return f"{event} ({failure.message})" if failure.message else event

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayfcp.config import ConfigError
 from rayfcp.values import Span, StateId
 
 
@@ -90,6 +91,10 @@ class CollectiveFailedError(RuntimeError):
 
 class DeviceLostError(RuntimeError):
     """This process's device is broken; the run goes on without it, and the process cannot use it again."""
+
+
+class DeviceFullError(ConfigError):
+    """A device ran out of memory in a step; the message names what needed it, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

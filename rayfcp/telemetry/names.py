@@ -124,7 +124,7 @@ METRICS: tuple[Metric, ...] = (
         "recoveries",
         "Recoveries from a loss",
         "cause",
-        known=("died", "node", "hung", "collective", "program"),
+        known=("died", "node", "hung", "collective", "memory", "program"),
     ),
     _counter("lost_steps_total", "steps", "Finished steps that were repeated after a loss"),
     _counter("resizes_total", "resizes", "Changes of the number of devices", "direction", known=("up", "down")),

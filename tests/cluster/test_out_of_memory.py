@@ -1,5 +1,6 @@
 """A worker whose device runs out of memory in a step: one line with what the plan counted on, and the remedy."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 
 from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.planning.capacity import GIB, cluster_spec
-from rayfcp.cluster.planning.out_of_memory import predicted_bytes
+from rayfcp.cluster.planning.measured import analytic_cost
+from rayfcp.cluster.planning.out_of_memory import LESS_MEMORY, more_recomputation, predicted_bytes
 from rayfcp.cluster.runtime import TaskFailedError
 from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.facts import DeviceFacts
@@ -62,6 +64,45 @@ def test_plans_count_on_what_they_may_use(num_stages: int) -> None:
     found = [predicted_bytes(program, config=config, model=model, cluster=cluster) / GIB for program in programs]
     assert max(found) <= 0.9 * 20
     assert max(found) > (17.9 if num_stages == 1 else 9)
+
+
+def cost_of(config: Config, model: ModelProfile, cluster: ClusterSpec) -> CostModel:
+    return analytic_cost(config, model, device="cuda", cluster=cluster, memory_bytes=18 * GIB)
+
+
+def test_once_plans_need_less_for_the_same_tokens() -> None:
+    config, model, cluster, _, _ = planned(1)
+    before = cost_of(config, model, cluster)
+    after = more_recomputation(before, config, model=model, device="cuda", cluster=cluster)
+    assert after is not None and (after.recomputed_layers, after.keeps_attention) == (12, False)
+    sequences = [SequenceSpec(id=at, num_tokens=cluster.max_tokens_per_rank, num_targets=1) for at in range(8)]
+    peaks, seconds = [], []
+    for cost in (before, after):
+        plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-ring")
+        programs = lower(plan, sequences)
+        peaks.append(max(predicted_bytes(each, config=config, model=model, cluster=cluster) for each in programs))
+        seconds.append(plan.predicted_s)
+    assert peaks[1] < 0.8 * peaks[0] and 1.2 < seconds[1] / seconds[0] < 1.4
+    assert more_recomputation(after, config, model=model, device="cuda", cluster=cluster) is None
+
+
+def test_measured_coefficients_change_as_unmeasured_ones_do() -> None:
+    config, model, cluster, _, _ = planned(1)
+    cost = cost_of(config, model, cluster)
+    slow = dataclasses.replace(cost, linear_s_per_token=3 * cost.linear_s_per_token)
+    found = [more_recomputation(each, config, model=model, device="cuda", cluster=cluster) for each in (cost, slow)]
+    assert found[0] is not None and found[1] is not None
+    assert found[1].linear_s_per_token == pytest.approx(3 * found[0].linear_s_per_token)
+    assert found[1].attention_s_per_pair == found[0].attention_s_per_pair > cost.attention_s_per_pair
+
+
+def test_with_stages_plans_may_use_less_memory() -> None:
+    config, model, cluster, _, _ = planned(2)
+    before = cost_of(config, model, cluster)
+    after = more_recomputation(before, config, model=model, device="cuda", cluster=cluster)
+    assert before.pipeline is not None and after is not None and after.pipeline is not None
+    for less, more in zip(after.pipeline.budget_bytes, before.pipeline.budget_bytes, strict=True):
+        assert less == int(LESS_MEMORY * more)
 
 
 class Engine:

@@ -1,9 +1,12 @@
 """Whole runs on a real Ray: the same losses on any number of ranks, after a resume too; failures end runs."""
 
 import json
+import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -14,7 +17,8 @@ from rayfcp.cluster.checkpoints.folder import CheckpointFolder
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import DeviceReport
-from rayfcp.program import RankProgram
+from rayfcp.program import Forward, RankProgram
+from rayfcp.telemetry.events import read_events
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import GlobalBatch, StepReport
 from tests.cluster.recovering import Trouble
@@ -188,12 +192,15 @@ def test_a_worker_that_raises_ends_the_run_with_its_cause(
 
 
 class FullWorker(DeviceWorker):
-    """The device of rank 1 is full in step 2."""
+    """The device of rank 1 is full in step 2, unless all layers are recomputed."""
 
     def step(self, program: RankProgram, batch: GlobalBatch, **keys: Any) -> DeviceReport:
-        if (batch.step, program.rank) == (2, 1):
-            self._engine.run_step = self._fail  # type: ignore[method-assign]
-        return super().step(program, batch, **keys)
+        recomputed = min(each.recomputed_layers for each in program.instructions if isinstance(each, Forward))
+        is_full = (batch.step, program.rank) == (2, 1) and recomputed < self.ENOUGH
+        with patch.object(self._engine, "run_step", self._fail) if is_full else nullcontext():
+            return super().step(program, batch, **keys)
+
+    ENOUGH = 2
 
     def _fail(self, *_: Any, **__: Any) -> DeviceReport:
         import torch
@@ -201,12 +208,35 @@ class FullWorker(DeviceWorker):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def test_out_of_memory_is_the_users_to_correct(folder: Path) -> None:
-    """The command ends with code 2 at such an error, though the other rank waits for an exchange."""
+class TooFullWorker(FullWorker):
+    """In any case."""
+
+    ENOUGH = 99
+
+
+TOLD = r"out of memory in step 2, rank 1, stage 0, .*: its plan counts on .* GiB; .*Tried to allocate 2.00 GiB\.\)"
+
+
+def test_out_of_memory_is_answered_once_with_recomputation(folder: Path, alone: tuple[StepReport, ...]) -> None:
+    heard = Trouble()
     config = run_config(folder, name="full", train={"steps": 3})
-    told = r"out of memory in step 2, rank 1, stage 0, .*: its plan counts on .* GiB; .*Tried to allocate 2.00 GiB\.\)$"
-    with pytest.raises(ConfigError, match=told):
-        FlexTrainer(config, worker=FullWorker).fit()
+    FlexTrainer(config, worker=FullWorker).fit(watcher=heard)
+    found = steps_of(config)
+    assert [each.loss for each in found] == pytest.approx([each.loss for each in alone[:3]], rel=1e-4)
+    assert [each.recovered for each in found] == [False, True, False]
+    line, _ = heard.said("out of memory")
+    assert re.match(rf"{TOLD}; trying once to go on by itself, with all layers recomputed", line)
+    (recovery,) = [each for each in read_events(Path(config.run_dir) / "events.jsonl") if each.kind == "recovery"]
+    assert (recovery.cause, recovery.lost_steps, recovery.devices) == ("memory", 0, 2)
+
+
+@pytest.mark.parametrize("copies", ["auto", 0])
+def test_out_of_memory_is_the_users_to_correct(folder: Path, copies: str | int) -> None:
+    """The command ends with code 2 at such an error, though the other rank waits for an exchange."""
+    elastic = {"snapshot_every_steps": copies}
+    config = run_config(folder, name=f"too-full-{copies}", train={"steps": 3}, elastic=elastic)
+    with pytest.raises(ConfigError, match=f"{TOLD}$"):
+        FlexTrainer(config, worker=TooFullWorker).fit()
 
 
 def _enlarge_tokens(shard: Path) -> None:

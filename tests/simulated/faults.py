@@ -110,6 +110,9 @@ class Injector:
     def _exchange_fails(self, fault: Fault) -> None:
         self._run.behavior.failing_steps.add(self._run.step + 1)
 
+    def _memory_short(self, fault: Fault) -> None:
+        self._run.behavior.short_steps.add(self._run.step + 1)
+
     def _program_fails(self, fault: Fault) -> None:
         self._run.behavior.broken_steps.add(self._run.step + 1)
 

@@ -459,6 +459,7 @@ class SimulatedRun:
             "could not start": bool(happened),
             "did not open within": bool(happened),
             "a bug in the model's code": bool(count[Kind.PROGRAM_FAILS]),
+            "out of memory": count[Kind.MEMORY_SHORT] > bool(self.config.elastic.snapshot_every_steps),
             "a resumed run keeps its model": self._goes_on,
             "checkpoint.resume is": self._goes_on,
             "did not all start within": bool(self.hooks.never_starts),

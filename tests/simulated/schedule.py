@@ -40,6 +40,7 @@ class Kind(StrEnum):
     START_FAILS = "new worker does not start"
     START_HANGS = "new worker hangs while it starts"
     CHECKPOINT_DAMAGED = "checkpoint is damaged and all copies are lost"
+    MEMORY_SHORT = "device runs out of memory"
     PROGRAM_FAILS = "program of a worker fails"
     USER_STOPS = "user stops the run"
 
@@ -66,6 +67,7 @@ SINGLE = frozenset(
         Kind.WORKER_STOPS,
         Kind.WORKER_DEADLOCKS,
         Kind.ABORT_HANGS,
+        Kind.MEMORY_SHORT,
         Kind.EXCHANGE_STUCK,
         Kind.EXCHANGE_FAILS,
         Kind.CONNECTION_BREAKS,

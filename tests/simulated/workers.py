@@ -14,6 +14,7 @@ from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
     Beat,
     CollectiveFailedError,
+    DeviceFullError,
     DeviceReport,
     FileSum,
     Joined,
@@ -54,6 +55,7 @@ class Behavior:
     stuck_steps: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
     broken_steps: set[int] = field(default_factory=set)
+    short_steps: set[int] = field(default_factory=set)
 
 
 class Generation:
@@ -417,6 +419,9 @@ class SimulatedWorker:
             raise ValueError(f"the program is of another plan or generation: {program}, {plan_hash}")
         if program.step in self._behavior.broken_steps and self.number == 0:
             raise ZeroDivisionError("a bug in the model's code")
+        if program.step in self._behavior.short_steps and self.number == 0:
+            self._behavior.short_steps.discard(program.step)
+            raise DeviceFullError("out of memory in a step")
         return generation
 
     def _interval(self, generation: Generation) -> tuple[int, int]:

@@ -109,7 +109,7 @@ class TrainingLoop:
         stepper, journal = self._stepper, self._journal
         journal.metrics.enter(RunState.SAVING)
         cost = stepper.refit.cost
-        if stepper.refit.num_steps:
+        if stepper.refit.num_steps and not stepper.recomputes_more:
             write_refitted(self._costs.profile_path, cost, num_steps=stepper.refit.num_steps)
         journal.record.predict(
             lambda programs, cluster: stepper.plans.simulate_step(programs, cluster=cluster, cost=cost)
@@ -152,10 +152,13 @@ class TrainingLoop:
         number of steps in the recovered state.
 
         Raises:
+            DeviceFullError: a device ran out of memory, and plans that need less were tried.
             RunAbortedError: too few devices are left, or it happened too often.
             StoppedError: the user stopped the run meanwhile.
         """
         noticed_s = error.noticed_s
+        if error.full is not None and not self._stepper.recompute_more(error.full):
+            raise error.full
         self._journal.metrics.enter(RunState.RECOVERING)
         before = len(self._state.ids)
         self._stepper.broke(step)

@@ -11,6 +11,7 @@ from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.controller.observing import observations, rank_seconds
 from rayfcp.cluster.controller.reporting import Journal, step_report
 from rayfcp.cluster.planning.measured import ranks_per_node
+from rayfcp.cluster.planning.out_of_memory import LESS_MEMORY, more_recomputation
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.workers.cluster_state import ClusterState
@@ -19,7 +20,7 @@ from rayfcp.config import Config
 from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.stragglers import Speeds
-from rayfcp.execute.reports import DeviceReport, Joined
+from rayfcp.execute.reports import DeviceFullError, DeviceReport, Joined
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
@@ -65,6 +66,8 @@ class Stepper:
         """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
         """Cost model, refitted from the steps so far."""
+        self.recomputes_more = False
+        """Whether plans recompute more than configured, since a device ran out of memory."""
         self.last_finished = version
         self.own_s: list[tuple[float, float]] = []
         """Wall and CPU seconds of the controller's own work in each step."""
@@ -139,6 +142,23 @@ class Stepper:
         self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
         if self.journal.commit(report, devices, groups=planned.record.groups):
             self._on_report(report)
+
+    def recompute_more(self, problem: DeviceFullError) -> bool:
+        """Plan from now on with more recomputation, since a device ran out of memory; False if that was done before, or
+        if there is no copy of the state to go on from."""
+        cost = more_recomputation(
+            self.refit.cost,
+            self._config,
+            model=self.cluster_state.model,
+            device=self.cluster_state.device,
+            cluster=self.cluster_state.cluster,
+        )
+        if cost is None or self.recomputes_more or not self.replication.is_on:
+            return False
+        self.recomputes_more, self.refit = True, Refit.start(cost)
+        how = f"{100 * LESS_MEMORY:.0f} % of the memory" if cost.pipeline else "all layers recomputed"
+        self._log(f"{problem}; trying once to go on by itself, with {how}, which takes longer")
+        return True
 
     def broke(self, step: int) -> None:
         """Note that devices were lost while `step` was under way: it and finished steps that are lost run again."""

@@ -1,14 +1,27 @@
 """A device that ran out of memory: what its program should have needed, and the keys that make it need less."""
 
+import dataclasses
+
 from rayfcp.cluster.planning.capacity import GIB, device_memory
-from rayfcp.cluster.planning.measured import BYTES
+from rayfcp.cluster.planning.measured import BYTES, analytic_cost
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes
+from rayfcp.cost.model import CostModel
+from rayfcp.cost.refit import COEFFICIENTS
 from rayfcp.program import Encode, Forward, RankProgram
 from rayfcp.program.ledger import Stage, forward_bytes, held_bytes
 from rayfcp.values import ClusterSpec, ModelProfile
+
+LESS_MEMORY = 0.8
+"""Share of the memory that plans with several stages may use after a device ran out of it."""
+
+_CHANGED = (
+    *("recomputed_layers", "keeps_attention", "attention_forward", "linear_forward"),
+    *("ring_forward", "ring_returned", "passes_forward"),
+)
+"""Fields of a cost model that follow from what is recomputed, beside its coefficients."""
 
 
 def out_of_memory(
@@ -27,6 +40,33 @@ def out_of_memory(
         f"out of memory in {what}; plans may use {budget / GIB:.3g} GiB, the device has "
         f"{facts.memory_bytes / GIB:.3g} GiB; {remedy}, and start again ({told})"
     )
+
+
+def more_recomputation(
+    cost: CostModel, config: Config, *, model: ModelProfile, device: str, cluster: ClusterSpec
+) -> CostModel | None:
+    """Cost model of plans that need less memory for the same batches: with one stage, all layers run forward again in
+    backward, attention included; with several stages, where plans choose layers, they may use `LESS_MEMORY`. Seconds
+    change as in the unmeasured model. None if all layers are recomputed already.
+
+    Tokens that ranks may hold stay as they are (`ClusterSpec.max_tokens_per_rank`): more recomputation would permit
+    more, which filled the memory again.
+    """
+    if cost.pipeline is not None:
+        budget = tuple(int(LESS_MEMORY * each) for each in cost.pipeline.budget_bytes)
+        return dataclasses.replace(cost, pipeline=dataclasses.replace(cost.pipeline, budget_bytes=budget))
+    if cost.recomputed_layers >= model.num_layers and not cost.keeps_attention:
+        return None
+    train = config.train.model_copy(update={"recompute_layers": model.num_layers, "recompute_attention": True})
+    more, without = config.model_copy(update={"train": train}), dataclasses.replace(model, keeps_attention=False)
+    before = analytic_cost(config, model, device=device, cluster=cluster)
+    after = analytic_cost(more, without, device=device, cluster=cluster)
+    scaled = {
+        name: getattr(cost, name) * getattr(after, name) / getattr(before, name)
+        for name in COEFFICIENTS
+        if getattr(before, name) > 0
+    }
+    return dataclasses.replace(cost, **scaled, **{name: getattr(after, name) for name in _CHANGED})
 
 
 def step_of(

@@ -11,7 +11,7 @@ from rayfcp.config import ConfigError
 from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.hang import HangVerdict, Heartbeat, judge
 from rayfcp.elastic.recovery import Way
-from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
+from rayfcp.execute.reports import CollectiveFailedError, DeviceFullError, DeviceLostError
 from rayfcp.values import InfeasiblePlanError
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class LostWorker:
 
 
 class RanksLostError(WorkerFailedError):
-    """Devices are gone, or an exchange failed though all are alive (`cause` collective, none `lost`). The calls of the
-    living devices have ended.
+    """Devices are gone, or an exchange failed though all are alive (`cause` collective, none `lost`), or a device ran
+    out of memory (`full`). The calls of the living devices have ended.
 
     `noticed_s`: time of the failure, on `Runtime.now_s`. `replaced`: ids of workers that were ended too, so that fresh
     processes replace them on their devices. `are_stuck`: some of the lost did not leave in time what had failed.
@@ -73,15 +73,18 @@ class RanksLostError(WorkerFailedError):
         noticed_s: float,
         replaced: Sequence[str] = (),
         are_stuck: bool = False,
+        full: DeviceFullError | None = None,
     ) -> None:
         super().__init__(message)
         self.lost, self.noticed_s, self.replaced, self.are_stuck = tuple(lost), noticed_s, tuple(replaced), are_stuck
+        self.full = full
 
     @property
     def cause(self) -> Cause:
         """Cause of the most far-reaching loss."""
         causes = {each.cause for each in self.lost}
-        return next((each for each in (Cause.NODE, Cause.DIED, Cause.HUNG) if each in causes), Cause.COLLECTIVE)
+        alone = Cause.COLLECTIVE if self.full is None else Cause.MEMORY
+        return next((each for each in (Cause.NODE, Cause.DIED, Cause.HUNG) if each in causes), alone)
 
 
 class GroupCall:
@@ -123,6 +126,7 @@ class GroupCall:
         self._gone: dict[int, Cause] = {}
         self._broken: set[int] = set()
         self._are_stuck = False
+        self._full: DeviceFullError | None = None
         self._reason = ""
         self._program_error: WorkerFailedError | None = None
         self.waited_s = 0.0
@@ -158,9 +162,11 @@ class GroupCall:
                 self._values[number] = self._runtime.get(ref)
             except TaskFailedError as error:
                 cause = error.cause
-                if isinstance(cause, ConfigError | InfeasiblePlanError):
+                if isinstance(cause, DeviceFullError):
+                    self._full = self._full or cause
+                elif isinstance(cause, ConfigError | InfeasiblePlanError):
                     raise cause from error
-                if isinstance(cause, DeviceLostError):
+                elif isinstance(cause, DeviceLostError):
                     self._gone[number] = Cause.DIED
                     self._broken.add(number)
                 elif not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
@@ -288,7 +294,12 @@ class GroupCall:
                 self._end(member, keep_device=True)
                 replaced.append(member.id)
         return RanksLostError(
-            self._reason, lost=lost, noticed_s=self._noticed_s, replaced=replaced, are_stuck=self._are_stuck
+            self._reason,
+            lost=lost,
+            noticed_s=self._noticed_s,
+            replaced=replaced,
+            are_stuck=self._are_stuck,
+            full=self._full,
         )
 
 

@@ -19,7 +19,7 @@ from rayfcp.elastic.recoverable import RecoverableState
 from rayfcp.elastic.recovery import Way, choose_way
 from rayfcp.elastic.size import decide
 from rayfcp.execute.reports import Joined
-from rayfcp.values import ClusterSpec, Decision, Move, StateId
+from rayfcp.values import ClusterSpec, Decision, ModelProfile, Move, StateId
 from rayfcp.values.devices import DEVICES
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,15 @@ class ClusterState:
         """Cluster of the current generation."""
         assert self._cluster is not None
         return self._cluster
+
+    @property
+    def model(self) -> ModelProfile:
+        return self._data.model
+
+    @property
+    def device(self) -> str:
+        """Kind of the devices."""
+        return self._start.config.cluster.device
 
     def decide(self, *, failure: Failure | None = None, waiting_since_s: float | None = None) -> Decision:
         """Decide what to do about the devices now; new ones stand by from here on. More are requested, but not during a
@@ -220,7 +229,7 @@ class ClusterState:
     def _way(self) -> Way:
         way, reason = choose_way(
             self._config.elastic.recovery,
-            is_host=DEVICES[self.worker_group.facts[0].device].is_host,
+            is_host=DEVICES[self.device].is_host,
             num_stuck=self._num_stuck,
             setbacks=self._setbacks,
         )

@@ -20,7 +20,7 @@ from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
-from rayfcp.execute.reports import Beat, DeviceReport, FileSum, Joined, SavedPart, find_damage
+from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, SavedPart, find_damage
 from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, ShardHeader, StateId
@@ -286,7 +286,7 @@ class DeviceWorker:
         the step.
 
         Raises:
-            ConfigError: the device ran out of memory.
+            DeviceFullError: the device ran out of memory.
         """
         import torch
 
@@ -305,7 +305,7 @@ class DeviceWorker:
             what = step_of(
                 program, step=batch.step, num_done=done, config=self._config, model=model, cluster=self._cluster
             )
-            raise self._out_of_memory(error, what) from error
+            raise DeviceFullError(str(self._out_of_memory(error, what))) from error
 
     def _out_of_memory(self, error: BaseException, what: str) -> ConfigError:
         assert self._facts is not None, "the device is open"
