@@ -53,6 +53,24 @@ def _kept_after_the_end() -> AbstractContextManager[Any]:
     return patch.object(CopyFolder, "remove", lambda self: None)
 
 
+def _stuck_go_on() -> AbstractContextManager[Any]:
+    """Survivors whose aborts hang are taken for free, and may take for ever to rebuild."""
+    call = WorkerGroup.call
+
+    def patient(self: WorkerGroup, method: Any, *, most_s: float | None = None) -> Any:
+        return call(self, method)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(GroupCall, "_stuck", lambda self, numbers: None))
+    stack.enter_context(patch.object(WorkerGroup, "call", patient))
+    return stack
+
+
+def _vacant_for_ever() -> AbstractContextManager[Any]:
+    """Devices whose workers were lost are kept after the end."""
+    return patch.object(WorkerStart, "release_vacant", lambda self, but=0: None)
+
+
 def _mixed_versions() -> AbstractContextManager[Any]:
     """One shard is filled from a copy of another version than the rest."""
     import rayfcp.cluster.recovery.stores as stores
@@ -358,6 +376,8 @@ PLANTED: tuple[Plant, ...] = (
     _copies_pile_up,
     _torn_copies,
     _one_node_forgotten,
+    _stuck_go_on,
+    _vacant_for_ever,
     _kept_after_the_end,
     _hung_start,
     _safe_though_lost,

@@ -138,7 +138,7 @@ def test_all_workers_die_at_once_and_no_step_is_lost() -> None:
     ended_well(result)
     (recovery,) = of(result, EventKind.RECOVERY)
     assert recovery.lost_steps <= 1 and recovery.devices == 4
-    assert any("0 devices can be used, 4 needed" in line for line in result.lines), "it says what it waits for"
+    assert any("4 fresh processes starting" in line for line in result.lines), "it says what it waits for"
 
 
 def test_without_copies_it_goes_on_from_the_checkpoint() -> None:
@@ -240,7 +240,9 @@ def test_a_device_that_dies_after_its_own_call_ended_is_found_while_others_wait_
     """It dies while the devices of a generation meet."""
     for number in range(20):
         again = fault(Kind.NEWEST_WORKER_DIES, 0, 0.08 + 0.001 * number)
-        ended_well(ran(fault(Kind.WORKER_DIES, 5), again, workers=(1, 3), nodes=(1, 2), steps=8, seed=1), steps=8)
+        result = ran(fault(Kind.WORKER_DIES, 5), again, workers=(1, 3), nodes=(1, 2), steps=8, seed=1)
+        ended_well(result, steps=8)
+        assert all(each.seconds < 60 for each in result.events), "long before elastic.rebuild_timeout_s"
 
 
 def test_the_autoscaler_makes_no_room_for_a_run_that_is_over() -> None:
@@ -437,10 +439,10 @@ def test_a_place_that_loses_its_devices_stays_calm_before_it_is_used_again() -> 
 
 def test_copies_of_steps_that_are_lost_keep_nothing_safe() -> None:
     """All copies are lost, the run goes back to a checkpoint, and loses a device before there are copies again."""
-    for after_s in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
+    for after_s in (2.5, 3.0, 3.5, 4.0, 4.5, 5.0):
         result = ran(
             fault(Kind.CHECKPOINT_DAMAGED, 15),
-            fault(Kind.WORKER_DIES, 0, 5.0 + after_s),
+            fault(Kind.WORKER_DIES, 0, after_s),
             checkpoint={"every_steps": 4, "keep": 3},
             workers=(1, 2),
             nodes=(1, 1, 1),
