@@ -54,7 +54,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _facts(arguments: argparse.Namespace) -> "Facts":
     from rayfcp.cluster.doctor.facts import Facts
-    from rayfcp.cluster.doctor.gather import access_facts, cluster_facts, local_paths, machine_facts, num_parameters
+    from rayfcp.cluster.doctor.gather import (
+        access_facts,
+        cluster_facts,
+        local_paths,
+        machine_facts,
+        num_parameters,
+        step_seconds,
+    )
 
     words, address = arguments.overrides, arguments.address
     config = load_config(words[0], overrides=words[1:]) if words else config_of_keys(())
@@ -71,5 +78,11 @@ def _facts(arguments: argparse.Namespace) -> "Facts":
         )
     else:
         nodes, cluster = cluster_facts(address, asked=asked)
-    parameters = num_parameters(config) if words else None
-    return Facts(nodes=nodes, config=config, cluster=cluster, access=access_facts(config), num_parameters=parameters)
+    return Facts(
+        nodes=nodes,
+        config=config,
+        cluster=cluster,
+        access=access_facts(config),
+        num_parameters=num_parameters(config) if words else None,
+        step_s=step_seconds(config) if words else None,
+    )

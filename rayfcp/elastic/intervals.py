@@ -32,15 +32,18 @@ class Loses(StrEnum):
 
 PRIOR_PER_DEVICE_HOUR = {Loses.PROCESS: 1.39e-5, Loses.NODE: 5.85e-6}
 """Interruptions of Llama 3's pre-training: 419 in 21.2 million GPU-hours (The Llama 3 Herd of Models, 2024, Table 5).
-The memory of the node counts as lost with all faults of hosts, and with a quarter of those of devices and networks."""
+The memory of the node counts as lost with all faults of hosts, and with a quarter of those of devices and networks,
+which is assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRates:
-    """Losses seen in `device_hours`; immutable, methods return the next value."""
+    """Losses seen in `device_hours`; immutable, methods return the next value. `times`: rates that are expected before
+    anything is seen, relative to the prior's."""
 
     device_hours: float = 0.0
     losses: Counter[Loses] = field(default_factory=Counter)
+    times: float = 1.0
 
     def after(self, *, device_hours: float = 0.0, lost: Loses | None = None) -> "LossRates":
         seen = self.losses + Counter([lost] if lost is not None else [])
@@ -48,7 +51,8 @@ class LossRates:
 
     def per_second(self, kind: Loses, *, num_devices: int) -> float:
         """Expected losses of this kind a second. The prior counts as one loss in the hours that it takes one."""
-        per_hour = (1 + self.losses[kind]) / (1 / PRIOR_PER_DEVICE_HOUR[kind] + self.device_hours)
+        prior = self.times * PRIOR_PER_DEVICE_HOUR[kind]
+        per_hour = (1 + self.losses[kind]) / (1 / prior + self.device_hours)
         return per_hour * num_devices / 3600
 
 
@@ -87,28 +91,54 @@ def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals
     travels = math.ceil(away_s / step_s)
     rate = rates.per_second(Loses.NODE, num_devices=num_devices)
     least = max(here, math.ceil(away_s / (NETWORK_BUDGET * step_s)), 1)
-    away = most if costs.away_s is None else _within(_young(AWAY_STALL * away_s, rate) / step_s, least=least, most=most)
+    away = (
+        most if costs.away_s is None else _within(young_s(AWAY_STALL * away_s, rate) / step_s, least=least, most=most)
+    )
     away = max(away, here + travels)
     return Intervals(
         here=here,
         away=away,
         send=max(1, away - travels - here + 1),
-        reason=f"a copy costs {costs.here_s:.3f} s of a step of {step_s:.2f} s, {away_s:.2f} s to another node",
+        reason=f"a copy costs {costs.here_s:.3f} s of a step of {step_s:.2f} s"
+        + (f", {away_s:.2f} s to another node" if costs.away_s is not None else ""),
     )
 
 
 def lost_per_hour(costs: CopyCosts, rates: LossRates, *, intervals: Intervals, num_devices: int) -> float:
     """Return the expected seconds of training lost an hour: copies' own cost, and finished steps that run again. The
-    time of the recoveries themselves is left out."""
+    recoveries themselves are left out, and what no copy survives: with one node, the loss of that node."""
+    again_s = repeated_share(costs, rates, intervals=intervals, num_devices=num_devices)
+    return 3600 * (copies_share(costs, intervals) + again_s)
+
+
+def copies_share(costs: CopyCosts, intervals: Intervals) -> float:
+    """Return the share of the time that copies cost.
+
+    Copies are sent once the step after them has reported them. Steps wait for them where the loss of a node would
+    otherwise take more than `away` steps: at once with a fixed interval, and never with `choose`, which sends as many
+    steps earlier as the copies travel.
+    """
+    here = costs.here_s / (intervals.here * costs.step_s)
+    if costs.away_s is None:
+        return here
+    early_s = (intervals.away - intervals.send - intervals.here + 1) * costs.step_s
+    away_s = max(AWAY_STALL * costs.away_s, costs.away_s - early_s)
+    return here + away_s / (intervals.send * costs.step_s)
+
+
+def repeated_share(costs: CopyCosts, rates: LossRates, *, intervals: Intervals, num_devices: int) -> float:
+    """Return the expected share of the time in which finished steps run again. The newest copies on the nodes are up to
+    `here` - 1 steps old; those on other nodes up to `away`, and `send` + `here` - 2 less when they have just come."""
     process = rates.per_second(Loses.PROCESS, num_devices=num_devices)
-    node = rates.per_second(Loses.NODE, num_devices=num_devices)
-    away_s = AWAY_STALL * costs.away_s if costs.away_s is not None else 0.0
-    copies = costs.here_s / (intervals.here * costs.step_s) + away_s / (intervals.away * costs.step_s)
-    again = process * (intervals.here - 1) / 2 + node * (intervals.away + 1) / 2
-    return 3600 * (copies + again * costs.step_s)
+    steps = process * (intervals.here - 1) / 2
+    if costs.away_s is not None:
+        node = rates.per_second(Loses.NODE, num_devices=num_devices)
+        steps += node * (intervals.away - (intervals.send + intervals.here - 2) / 2)
+    return steps * costs.step_s
 
 
-def _young(cost_s: float, rate: float) -> float:
+def young_s(cost_s: float, rate: float) -> float:
+    """Return Young's interval in seconds between copies that cost `cost_s` each, for losses at `rate` a second."""
     return math.sqrt(2 * cost_s / rate)
 
 

@@ -1,4 +1,5 @@
-"""`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes and ends."""
+"""`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes, ends, and how
+often the state is copied."""
 
 import dataclasses
 import json
@@ -86,6 +87,7 @@ class EventKind(StrEnum):
     RECOVERY = "recovery"
     RESIZE = "resize"
     END = "end"
+    COPIES = "copies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,8 @@ class Event:
     until then).
 
     `seconds`: its duration (0 if not timed). `lost_steps`: finished steps to be repeated. `cause`: of a recovery.
-    `reason`: one sentence. `cluster`: the cluster of later plans, None at the end.
+    `reason`: one sentence; of `COPIES`, how often the state is copied from here on, and what it costs. `cluster`: the
+    cluster of later plans, None at the end and with `COPIES`.
     """
 
     kind: EventKind

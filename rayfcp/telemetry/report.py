@@ -209,7 +209,7 @@ def plans_table(reports: Sequence[StepReport]) -> str:
 
 
 def events_table(events: Sequence[Event]) -> str:
-    """Return starts, recoveries, resizes and ends with their times and reasons."""
+    """Return starts, recoveries, resizes, ends and intervals of copies with their times and reasons."""
     began_s = events[0].at_s - events[0].seconds
     rows = [
         (
@@ -227,6 +227,13 @@ def events_table(events: Sequence[Event]) -> str:
     ]
     heads = ("after", "at step", "event", "devices", "took", "steps repeated", "reason")
     return f'<div class="card events">{table(heads, rows)}</div>'
+
+
+def copies_line(events: Sequence[Event]) -> str:
+    """Return a paragraph on how often the state was copied last and what was expected to be lost; empty if the run did
+    not choose that, or ended before."""
+    told = [event for event in events if event.kind is EventKind.COPIES]
+    return f"<p>From step {told[-1].step} on, {_unbroken(told[-1].reason)}.</p>" if told else ""
 
 
 class RunFiles:
@@ -349,7 +356,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         f"<h2>Predicted and measured</h2>{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
         f"<h2>Balance and devices</h2>{_charts(''.join(balance))}",
         f"<h2>Plans</h2>{plans}" if plans else "",
-        f"<h2>Starts, losses and resizes</h2>{events_table(run.events)}" if run.events else "",
+        f"<h2>Starts, losses and resizes</h2>{copies_line(run.events)}{events_table(run.events)}" if run.events else "",
         f"<h2>Time by rank</h2><p>{_trace_note(view)}</p>{figure(view)}" if view else "",
     ]
 

@@ -36,7 +36,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Conf
 
 def test_what_a_run_writes_beside_its_steps(trained: Config) -> None:
     folder = Path(trained.run_dir)
-    start, end = read_events(folder / "events.jsonl")
+    start, *copies, end = read_events(folder / "events.jsonl")
+    assert [(each.kind, each.step) for each in copies] == [(EventKind.COPIES, 3)]
+    assert copies[0].reason.startswith("the state is copied every ")
     assert (start.kind, start.step, start.devices) == (EventKind.START, 0, 2) and start.seconds > 0 and start.reason
     assert (end.kind, end.step, end.devices, end.cluster) == (EventKind.END, STEPS, 2, None)
     assert start.cluster is not None and start.cluster.num_ranks == 2

@@ -1,5 +1,6 @@
 """Intervals of copies: those that cost least, within budgets."""
 
+import math
 from itertools import product
 
 import pytest
@@ -17,7 +18,10 @@ from rayfcp.elastic.intervals import (
     Loses,
     LossRates,
     choose,
+    copies_share,
     lost_per_hour,
+    repeated_share,
+    young_s,
 )
 from tests.examples import examples
 
@@ -49,11 +53,14 @@ def test_no_other_interval_costs_less(away_s: float, num_devices: int, step_s: f
     costs, rates = CopyCosts(step_s=step_s, here_s=0.001, away_s=away_s), LossRates()
     found = choose(costs, rates, num_devices=num_devices)
     least, most = round(away_s / (NETWORK_BUDGET * step_s) + 0.5), int(REPLAY_S / step_s)
+    travels = math.ceil(away_s / step_s)
 
     def lost_s(away: int) -> float:
-        return lost_per_hour(costs, rates, intervals=Intervals(here=1, away=away, send=1), num_devices=num_devices)
+        intervals = Intervals(here=1, away=away, send=away - travels)
+        return lost_per_hour(costs, rates, intervals=intervals, num_devices=num_devices)
 
-    best = min(range(max(1, least), max(most, least) + 1), key=lost_s)
+    best = min(range(max(1 + travels, least), max(most, least) + 1), key=lost_s)
+    assert found.send == found.away - travels
     assert lost_s(found.away) <= 1.05 * lost_s(best), (found, best)
 
 
@@ -70,3 +77,43 @@ def test_what_is_seen_counts_more_and_more() -> None:
 
 def test_a_fixed_interval_is_that() -> None:
     assert Intervals.fixed(7) == Intervals(here=1, away=7, send=7, reason="elastic.snapshot_every_steps")
+
+
+@examples(300)
+@given(
+    step_s=st.floats(0.01, 100.0),
+    here_s=st.floats(0.0, 10.0),
+    away_s=st.none() | st.floats(0.0, 100.0),
+    num_devices=st.integers(1, 4096),
+    times=st.floats(1.0, 100.0),
+)
+def test_more_losses_never_make_intervals_longer(
+    step_s: float, here_s: float, away_s: float | None, num_devices: int, times: float
+) -> None:
+    costs = CopyCosts(step_s=step_s, here_s=here_s, away_s=away_s)
+    calm = choose(costs, LossRates(), num_devices=num_devices)
+    for rates in (LossRates(times=times), LossRates().after(lost=Loses.NODE).after(lost=Loses.PROCESS)):
+        found = choose(costs, rates, num_devices=num_devices)
+        assert found.here <= calm.here and found.away <= calm.away and found.send <= calm.send
+
+
+def test_by_hand() -> None:
+    """Steps of 10 s; 3,600 devices, so that rates per device-hour are those of the cluster per second."""
+    costs, rates = CopyCosts(step_s=10.0, here_s=0.02, away_s=5.0), LossRates(times=2.0)
+    process, node = (2 * PRIOR_PER_DEVICE_HOUR[kind] for kind in (Loses.PROCESS, Loses.NODE))
+    assert young_s(0.5, node) == pytest.approx(math.sqrt(2 * 0.5 / 1.17e-5))  # 292 s, more than 120
+    found = choose(costs, rates, num_devices=3600)
+    assert (found.here, found.away, found.send) == (1, 12, 11)
+    assert copies_share(costs, found) == pytest.approx(0.02 / 10 + 0.5 / 110)
+    again = node * 10 * (2 + 12) / 2  # a copy arrives two steps old, and is twelve steps old when the next one does
+    assert repeated_share(costs, rates, intervals=found, num_devices=3600) == pytest.approx(again)
+    seldom = Intervals(here=4, away=12, send=8)
+    again = process * 10 * (0 + 3) / 2 + node * 10 * (2 + 12) / 2
+    assert repeated_share(costs, rates, intervals=seldom, num_devices=3600) == pytest.approx(again)
+
+
+@pytest.mark.parametrize(("every", "away_s"), [(1, 5.0), (4, 5.0), (4, 50.0)])
+def test_a_fixed_interval_waits_for_its_copies(every: int, away_s: float) -> None:
+    """They are sent when they are due, and only then."""
+    costs = CopyCosts(step_s=10.0, here_s=0.02, away_s=away_s)
+    assert copies_share(costs, Intervals.fixed(every)) == pytest.approx(0.02 / 10 + away_s / (10 * every))

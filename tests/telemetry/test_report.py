@@ -116,6 +116,26 @@ def test_it_says_which_strategies_planned_and_why(tmp_path: Path) -> None:
     assert "<h2>Plans</h2>" not in page_of([report(1)], fresh(tmp_path))
 
 
+def test_it_says_how_often_the_state_was_copied_last(tmp_path: Path) -> None:
+    """And what that and losses were expected to cost; each change is in the table of events."""
+    said = [
+        "the state is copied every 1 step, every 60 steps to other nodes: a copy costs 0.005 s; 3 s an hour are lost",
+        "the state is copied every 4 steps, every 8 steps to other nodes: a copy costs 0.500 s; 9 s an hour are lost",
+    ]
+    append_event(tmp_path / "events.jsonl", START)
+    for step, reason in zip((3, 16), said, strict=True):
+        append_event(
+            tmp_path / "events.jsonl",
+            dataclasses.replace(START, kind=EventKind.COPIES, step=step, seconds=0.0, cluster=None, reason=reason),
+        )
+    page = page_of([report(1), report(2)], tmp_path)
+    assert f"<p>From step 16 on, {said[1]}.</p>" in page
+    assert all(f"<td>{text}</td>" in page for text in said) and "From step 3 on" not in page
+    other = fresh(tmp_path)
+    append_event(other / "events.jsonl", START)
+    assert "the state is copied" not in page_of([report(1)], other)
+
+
 def fresh(folder: Path) -> Path:
     """An empty folder for another run."""
     (folder / "other").mkdir()

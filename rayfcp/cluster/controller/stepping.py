@@ -22,6 +22,7 @@ from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.stragglers import Speeds
 from rayfcp.execute.reports import DeviceFullError, DeviceReport, Joined
 from rayfcp.plan import CostModel
+from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
 
@@ -61,7 +62,9 @@ class Stepper:
         self._times = StepTimes()
         self._finished: tuple[PlannedStep, list[DeviceReport]] | None = None
         """The last step, until it is learned from."""
-        self.replication = Replication(config, cluster_state, version=version, metrics=journal.metrics, log=log)
+        self.replication = Replication(
+            config, cluster_state, version=version, metrics=journal.metrics, log=self._on_intervals
+        )
         self._again_to = 0
         """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
@@ -136,6 +139,13 @@ class Stepper:
         self.saver.after_step(step, ranks=devices)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
+
+    def _on_intervals(self, text: str) -> None:
+        """Log how often the state is copied, and record it for the report."""
+        self._log(text)
+        step, at_s, devices = self.last_finished, self._runtime.epoch_s(), len(self.cluster_state.ids)
+        told = Event(kind=EventKind.COPIES, step=step, at_s=at_s, devices=devices, devices_before=devices, reason=text)
+        self.journal.record.add_event(told)
 
     def _commit(self, planned: PlannedStep, devices: list[DeviceReport], report: StepReport) -> None:
         """Write down a finished step."""

@@ -147,10 +147,12 @@ class AccessFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """All facts; the first node is that of the run's driver, without `storage` if no run was named: `config` has
-    defaults then. `num_parameters`: None if the model is not known here."""
+    defaults then. `num_parameters`: None if the model is not known here. `step_s`: median of the steps that the run has
+    finished, None if it has none."""
 
     nodes: tuple[NodeFacts, ...]
     config: Config
     cluster: ClusterFacts | None = None
     access: AccessFacts = field(default_factory=AccessFacts)
     num_parameters: int | None = None
+    step_s: float | None = None

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from rayfcp.cluster.doctor.facts import (
     Storage,
 )
 from rayfcp.config import Config, ConfigError
+from rayfcp.telemetry.steps import read_steps
 from rayfcp.values.devices import DEVICES
 
 PROBE_S = 180
@@ -90,6 +92,15 @@ def num_parameters(config: Config) -> int | None:
         return model_of(config).num_parameters
     except (ConfigError, ImportError):
         return None
+
+
+def step_seconds(config: Config) -> float | None:
+    """Median time of the steps that the run has finished; None if it has none, or their log cannot be read."""
+    try:
+        steps = read_steps(Path(config.run_dir).expanduser() / "steps.jsonl")
+    except (OSError, ValueError):
+        return None
+    return statistics.median(each.step_s for each in steps) if steps else None
 
 
 def accelerators(device: str) -> Accelerators:

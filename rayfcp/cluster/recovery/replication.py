@@ -27,7 +27,7 @@ FIRST, REMEMBERED = 3, 16
 """Steps after which intervals are chosen first, and then each time, from that many last ones."""
 
 TOLD_RATIO = 2.0
-"""Change of an interval that the user is told of."""
+"""Change of an interval that the user is told of, as of the first choice."""
 
 PAUSE_S = 0.5
 """Before another attempt, while steps wait for it."""
@@ -175,7 +175,7 @@ class Replication:
         self._metrics.set("expected_lost_seconds_per_hour", lost_s)
         self._show_intervals()
         ratios = [self.intervals.here / before.here, self.intervals.away / before.away if self._sends else 1.0]
-        if max(ratios) >= TOLD_RATIO or min(ratios) <= 1 / TOLD_RATIO:
+        if self._num_steps == FIRST or max(ratios) >= TOLD_RATIO or min(ratios) <= 1 / TOLD_RATIO:
             away = f", every {counted(self.intervals.away, 'step')} to other nodes" if self._sends else ""
             self._log(
                 f"the state is copied every {counted(self.intervals.here, 'step')}{away}: {self.intervals.reason}; "

@@ -14,9 +14,12 @@ from rayfcp.cluster.doctor.gather import (
     local_paths,
     machine_facts,
     num_parameters,
+    step_seconds,
     storage_facts,
 )
 from rayfcp.config import config_of_keys, load_config
+from rayfcp.telemetry.steps import StepLog
+from tests.telemetry.samples import report
 
 JOBS = Path(__file__).resolve().parents[3] / "jobs"
 CONFIG = config_of_keys(())
@@ -60,6 +63,17 @@ def test_needs_of_a_run() -> None:
     assert local_paths(config) == ("/shared/data/long-documents/*.parquet", "/shared/models/Qwen3-8B")
     assert num_parameters(config) == pytest.approx(8.19e9, rel=0.01)
     assert num_parameters(config.changed(model={"path": "some/hub-model"})) is None
+
+
+def test_steps_of_a_run_tell_their_time(tmp_path: Path) -> None:
+    config = load_config(JOBS / "quickstart.yaml", overrides=[f"run.dir={tmp_path}"])
+    assert step_seconds(config) is None
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        for step, step_s in enumerate((9.0, 2.0, 3.0), 1):
+            log.append(report(step, step_s=step_s))
+    assert step_seconds(config) == 3.0
+    (tmp_path / "steps.jsonl").write_text("broken\n\n")
+    assert step_seconds(config) is None
 
 
 def test_the_token_is_looked_for_and_never_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
