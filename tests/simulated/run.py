@@ -379,8 +379,7 @@ class SimulatedRun:
     def _leaves_in_time(self) -> bool:
         """True if announced nodes can be left before they go."""
         drains = [each for each in self.schedule.faults if each.kind is Kind.NODE_DRAINS]
-        cluster = self.config.cluster
-        fewest = max(cluster.min_workers, cluster.tensor_parallel)
+        fewest = max(self.config.cluster.min_workers, self.config.cluster.tensor_parallel)
         return fewest == 1 and all(each.lasts_s >= 8.0 for each in drains)
 
     @property
