@@ -49,7 +49,7 @@ call of `ray.wait` takes time in proportion to the references, so that one call 
 _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
     Role.CONTROLLER: ("controller.training", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
     Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
-    Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 4}),
+    Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 6}),
     Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
     Role.DECODER: (
         "planning.decoders",
