@@ -13,7 +13,7 @@ class CopiedStates:
 
     The generation starts from version `first`. `here`: the newest state that every device has copied to its node's
     memory. `away`: the newest one of which each node's copies are on another node too; that of an earlier generation,
-    whose copies live on, until this one has one. `under_way`: the state whose copies are being sent. `leased`: the state
+    whose copies live on, until this one has one. `under_way`: the state whose copies are being sent. `leased`: the one
     whose copies are being written to a checkpoint, of any generation. `copied`: for each device the reported states,
     those older than `here` left out.
     """

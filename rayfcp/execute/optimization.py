@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def make_optimizer(module: nn.Module, config: TrainConfig) -> LocalAdamW:
     return optimizer
 
 
-def _adamw(groups: Iterable[list[Tensor]], config: TrainConfig) -> LocalAdamW:
+def _adamw(groups: Iterable[Sequence[Tensor]], config: TrainConfig) -> LocalAdamW:
     return LocalAdamW(
         [
             {"params": members, "weight_decay": 0.0 if members[0].ndim < 2 else config.weight_decay}

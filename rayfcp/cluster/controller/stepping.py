@@ -45,6 +45,7 @@ class Stepper:
         *,
         plans: PlanQueue,
         journal: Journal,
+        replication: Replication,
         saver: Saver,
         guard: "NumberGuard",
         cost: CostModel,
@@ -60,7 +61,7 @@ class Stepper:
         self._times = StepTimes()
         self._finished: tuple[PlannedStep, list[DeviceReport]] | None = None
         """The last step, until it is learned from."""
-        self.replication = Replication(config, cluster_state, version=version, metrics=journal.metrics, log=log)
+        self.replication = replication
         self._again_to = 0
         """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
@@ -130,7 +131,7 @@ class Stepper:
         self.replication.after_step(devices, step_s=step_s)
         copied_s = max(each.snapshot_s for each in devices)
         self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
-        self.saver.after_step(step, ranks=devices)
+        self.saver.after_step(step)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 
@@ -147,7 +148,8 @@ class Stepper:
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """References of the reports, one per device."""
-        cluster, (snapshot, kept) = self.cluster_state.cluster, self.replication.order(step)
+        cluster = self.cluster_state.cluster
+        snapshot, kept = self.replication.order(step, saved=self.saver.wants(step))
         refs: list[object] = []
         for number, worker in enumerate(self.cluster_state.worker_group.workers):
             place = number // cluster.tensor_parallel

@@ -17,6 +17,7 @@ from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.history import History
+from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.room import check_room
 from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime import Runtime, TaskFailedError
@@ -163,15 +164,24 @@ class Controller:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> TrainingLoop:
-        config, worker_group = self._config, cluster_state.worker_group
+        config, metrics = self._config, journal.metrics
+        replication = Replication(config, cluster_state, version=initial.version, metrics=metrics, log=self._log)
         stepper = Stepper(
             config,
             cluster_state,
             plans=plans,
             journal=journal,
-            saver=Saver(config, resume=resume, worker_group=worker_group, metrics=journal.metrics, log=self._log),
+            replication=replication,
+            saver=Saver(
+                config,
+                resume=resume,
+                replication=replication,
+                cluster_state=cluster_state,
+                metrics=metrics,
+                log=self._log,
+            ),
             guard=NumberGuard(config, data_dir=self._data_dir, log=self._log),
-            cost=costs.guess(worker_group, initial.cluster),
+            cost=costs.guess(cluster_state.worker_group, initial.cluster),
             version=initial.version,
             log=self._log,
             on_report=self.reports.append,

@@ -102,6 +102,17 @@ class Replication:
             self.states = self.states.after(dict(zip(self._state.ids, copied, strict=True)))
             self._taken = version
 
+    def copy_again(self, version: int) -> None:
+        """Make all devices copy the current state, though they have: copies or stores are lost.
+
+        Raises:
+            RanksLostError: a device is gone.
+        """
+        self._state.renew_stores()
+        self._note_assigned()
+        self.states = self.states.without_here()
+        self.copy_now(version)
+
     def order(self, step: int, *, saved: bool = False) -> tuple[StateId | None, KeptStates]:
         """The copy that devices make after `step`, if any, and the states whose copies they keep. `saved`: a checkpoint
         of that state is due."""
@@ -130,10 +141,6 @@ class Replication:
         """Drop copies that are kept for nothing else."""
         self.states = replace(self.states, leased=None)
         self._stores.drop(self._kept(self._taken + 1))
-
-    def is_copied(self, state: StateId) -> bool:
-        """True once all devices have reported their copies of the newest ordered state."""
-        return self.states.here == state
 
     def _numbers(self) -> dict[str, list[int]]:
         """Devices of each node."""

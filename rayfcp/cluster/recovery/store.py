@@ -1,5 +1,5 @@
-"""The snapshot store of a node: an actor that gives copies of shards to those who need them, sends them to another node,
-and writes them to checkpoints. The copies are files in shared memory: they outlive it.
+"""The snapshot store of a node: an actor that gives copies of shards to those who need them, sends them to another
+node, and writes them to checkpoints. The copies are files in shared memory: they outlive it.
 
 Loads neither torch nor the model library, so that it starts quickly and needs little memory.
 """

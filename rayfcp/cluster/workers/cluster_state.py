@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from rayfcp.cluster.dataset import Dataset
@@ -88,12 +87,6 @@ class ClusterState:
         if is_steady and not self._draining_in_use() and not self.worker_group.standby:
             return Decision(what=Move.GO_ON, reason="the devices are unchanged")
         return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
-
-    def decide_for_any(self, failure: Failure) -> Decision:
-        """Decision after a loss if the fewest devices that hold the model were enough."""
-        facts = self._facts(failure=failure, waiting_since_s=None)
-        least = replace(facts.limits, min_devices=facts.limits.tensor_parallel)
-        return decide(replace(facts, limits=least, setbacks=Setbacks()), now_s=self._runtime.now_s())
 
     def await_devices(self, failure: Failure | None, *, stopping: Flag) -> Decision:
         """Decision after a loss, or before the first generation, once it is not to wait."""

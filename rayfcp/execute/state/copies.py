@@ -306,9 +306,7 @@ class CopyFolder:
     def _bytes_of(self, entries: tuple[ShardEntry, ...]) -> bytes:
         """Entries in JSON; those of one generation are one object, encoded once."""
         if self._entries[0] is not entries:
-            listed = [
-                [e.name, e.kind, e.box.offsets, e.box.sizes, e.dtype, e.start_byte, e.is_owner] for e in entries
-            ]
+            listed = [[e.name, e.kind, e.box.offsets, e.box.sizes, e.dtype, e.start_byte, e.is_owner] for e in entries]
             self._entries = (entries, json.dumps(listed, separators=(",", ":")).encode())
         return self._entries[1]
 
@@ -505,4 +503,6 @@ def read_header(page: bytes, *, entries_of: Callable[[int], bytes]) -> ShardHead
 def _check(header: ShardHeader) -> None:
     for entry in header.entries:
         if entry.dtype not in ITEMSIZES or not 0 <= entry.start_byte <= header.num_bytes - entry.num_bytes:
-            raise ValueError(f"{label(header)}: {entry} does not fit in {header.num_bytes} bytes, or is of no known dtype")
+            raise ValueError(
+                f"{label(header)}: {entry} does not fit in {header.num_bytes} bytes, or is of no known dtype"
+            )

@@ -47,11 +47,15 @@ class SaveError(RuntimeError):
     """A part of a checkpoint could not be written; one line."""
 
 
+class CopyMissingError(SaveError):
+    """A copy is not there: its memory was full, or somebody removed it."""
+
+
 def write_part(copies: CopyFolder, state: StateId, *, numbers: Sequence[int], folder: Path) -> SavedPart:
     """Write the shards of these devices in a state, one file each, from copies that are held until all are on disk.
 
     Raises:
-        SaveError: the storage is full or refuses it, or a copy is not there.
+        SaveError: the storage is full or refuses it; a CopyMissingError without one of the copies.
     """
     began_s = time.perf_counter()
     try:
@@ -61,7 +65,7 @@ def write_part(copies: CopyFolder, state: StateId, *, numbers: Sequence[int], fo
             with ThreadPoolExecutor(max_workers=WRITERS, thread_name_prefix="checkpoint") as pool:
                 written = list(pool.map(lambda copy: write_shard(copy, folder), found))
     except CopyGoneError as error:
-        raise SaveError(f"{error}: its memory was full, or it was removed") from error
+        raise CopyMissingError(f"{error}: its memory was full, or it was removed") from error
     except OSError as error:
         raise SaveError(f"{error.strerror}: {error.filename or folder}") from error
     return SavedPart(
@@ -123,7 +127,15 @@ def _pickled(entry: ShardEntry) -> bytes:
     strides = tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
     storage = [_pushed("storage"), b"ctorch\n", _STORAGES[entry.dtype].encode(), b"\n"]
     storage += [_pushed("0"), _pushed("cpu"), _pushed(prod(sizes))]
-    arguments = [b"(", *storage, b"tQ", _pushed(0), _pushed(sizes), _pushed(strides), b"\x89ccollections\nOrderedDict\n)R"]
+    arguments = [
+        b"(",
+        *storage,
+        b"tQ",
+        _pushed(0),
+        _pushed(sizes),
+        _pushed(strides),
+        b"\x89ccollections\nOrderedDict\n)R",
+    ]
     return b"".join([b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(", *arguments, b"tR."])
 
 
