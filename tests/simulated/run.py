@@ -253,7 +253,7 @@ class SimulatedRun:
 
     def damage_newest_checkpoint(self) -> None:
         with self.disk.paused():
-            parts = sorted(self.folder.glob("checkpoints/step-*/__*.distcp"))
+            parts = sorted(self.folder.glob("checkpoints/step-*/__[0-9]*.distcp"))
             if parts:
                 content = bytearray(parts[-1].read_bytes())
                 content[-1] ^= 1

@@ -177,13 +177,13 @@ LOOK_S = 1.0
 @dataclass(slots=True, kw_only=True)
 class _Pending:
     """A checkpoint being written from copies of `state`. `numbers`: devices whose copies each node writes. `writes`:
-    references of the parts that are being written, None before the copies are complete. `problem`: of a write that
-    failed; `may_retry`: not for want of storage. `commit`: runs once all writes have ended."""
+    references of the parts that are being written, by node's; None before the copies are complete. `problem`: of a
+    write that failed; `may_retry`: not for want of storage. `commit`: runs once all writes have ended."""
 
     state: StateId
     folder: Path
     numbers: Mapping[str, Sequence[int]]
-    writes: list[Any] | None = None
+    writes: dict[Any, str] | None = None
     parts: list[SavedPart] = field(default_factory=list)
     problem: str = ""
     may_retry: bool = False
@@ -324,16 +324,19 @@ class Saver:
 
     def _collect(self, pending: _Pending) -> None:
         """Take up parts that are on disk; commit once no more are written."""
-        for ref in self._runtime.wait_all(pending.writes or [], timeout_s=0):
-            assert pending.writes is not None
-            pending.writes.remove(ref)
+        writes = pending.writes or {}
+        for ref in self._runtime.wait_all(list(writes), timeout_s=0):
+            node = writes.pop(ref)
             try:
                 pending.parts.append(self._runtime.get(ref))
-            except CallError as error:
+            except TaskFailedError as error:
                 pending.problem = " ".join(str(error).split())
-                cause = error.cause if isinstance(error, TaskFailedError) else None
-                pending.may_retry = cause is None or isinstance(cause, CopyMissingError)
-        if not pending.writes and pending.commit is None:
+                pending.may_retry = isinstance(error.cause, CopyMissingError)
+            except CallError as error:
+                pending.problem = f"the snapshot store on {node[:8]} is lost: {' '.join(str(error).split())}"
+                pending.may_retry = True
+                self._state.replace_store(node)
+        if not writes and pending.commit is None:
             self._replication.end_lease()
             self._commit(pending)
 
@@ -343,7 +346,7 @@ class Saver:
             self._write(pending)
         end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
         while pending.commit is None:
-            self._runtime.wait(pending.writes or [], timeout_s=LOOK_S)
+            self._runtime.wait(list(pending.writes or ()), timeout_s=LOOK_S)
             self._collect(pending)
             if self._runtime.now_s() > end_s:  # a store that hangs would never end its write
                 self._state.snapshot_stores.end_lost()

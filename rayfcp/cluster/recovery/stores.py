@@ -109,10 +109,10 @@ class SnapshotStores:
             for node, target in targets.items()
         ]
 
-    def save(self, state: StateId, numbers: Mapping[str, Sequence[int]], *, folder: str) -> list[Any]:
-        """Make each node write its devices' copies to a checkpoint: references of the parts."""
+    def save(self, state: StateId, numbers: Mapping[str, Sequence[int]], *, folder: str) -> dict[Any, str]:
+        """Make each node write its devices' copies to a checkpoint: references of the parts, with the nodes."""
         self._start(numbers)
-        return [self.stores[node].save.remote(state, list(found), folder=folder) for node, found in numbers.items()]
+        return {self.stores[node].save.remote(state, list(all), folder=folder): node for node, all in numbers.items()}
 
     def drop(self, kept: KeptStates) -> None:
         """Drop copies of all other states that were received, or whose writers are dead."""

@@ -137,6 +137,12 @@ class ClusterState:
         """Give every node a store, which also kills processes that hang, and another node for its copies that stays."""
         self.snapshot_stores.assign(self.worker_group.all, avoid=self._nodes.draining)
 
+    def replace_store(self, node_id: str) -> None:
+        """End a store that does not work; a node that is alive gets another."""
+        self.snapshot_stores.forget(node_id)
+        if node_id in self._nodes.alive:
+            self.assign_stores()
+
     def end_draining_standbys(self) -> None:
         """End the devices that stand by on draining nodes."""
         draining = self._nodes.draining
