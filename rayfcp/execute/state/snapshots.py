@@ -161,7 +161,6 @@ class Snapshots:
         if names == self._laid_out:
             return
         entries, at = [], 0
-        shared = self._module.shared_matrix if isinstance(self._module, StageModule) else None
         for part in parts:
             entry = ShardEntry(
                 name=part.name,
@@ -169,8 +168,7 @@ class Snapshots:
                 box=part.box,
                 dtype=str(part.tensor.dtype).removeprefix("torch."),
                 start_byte=at,
-                is_owner=owns(part.parameter, self._place, shared=shared)
-                and (isinstance(part.parameter, DTensor) or self._place.rank == 0),
+                is_owner=self._owns(part.parameter),
             )
             entries.append(entry)
             at += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -179,6 +177,14 @@ class Snapshots:
             if parameter in first and first[parameter].name != name:
                 entries.append(replace(first[parameter], name=name))
         self._laid_out, self._entries, self._num_bytes = names, tuple(entries), at
+
+    def _owns(self, parameter: Tensor) -> bool:
+        """Whether this device is the one of those with the same part that writes it to checkpoints."""
+        is_alone = isinstance(parameter, DTensor) or self._place.rank == 0
+        # The last stage has a tied matrix under all of its names.
+        shared = self._module.shared_matrix if isinstance(self._module, StageModule) else None
+        is_left_to_last = parameter is shared and self._place.stage == 0
+        return is_alone and not is_left_to_last and owns(parameter, self._place, shared=None)
 
     def _copy(self, parts: Sequence[ShardTensor], new: NewCopy) -> None:
         flat = torch.from_numpy(new.buffer)
