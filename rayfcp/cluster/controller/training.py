@@ -164,22 +164,18 @@ class Controller:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> TrainingLoop:
-        config, metrics = self._config, journal.metrics
-        replication = Replication(config, cluster_state, version=initial.version, metrics=metrics, log=self._log)
+        config, metrics, log = self._config, journal.metrics, self._log
+        replication = Replication(config, cluster_state, version=initial.version, metrics=metrics, log=log)
+        saver = Saver(
+            config, resume=resume, replication=replication, cluster_state=cluster_state, metrics=metrics, log=log
+        )
         stepper = Stepper(
             config,
             cluster_state,
             plans=plans,
             journal=journal,
             replication=replication,
-            saver=Saver(
-                config,
-                resume=resume,
-                replication=replication,
-                cluster_state=cluster_state,
-                metrics=metrics,
-                log=self._log,
-            ),
+            saver=saver,
             guard=NumberGuard(config, data_dir=self._data_dir, log=self._log),
             cost=costs.guess(cluster_state.worker_group, initial.cluster),
             version=initial.version,

@@ -43,6 +43,9 @@ _BY_NAME = StateDictOptions(strict=True, flatten_optimizer_state_dict=True)
 """Optimizer state is keyed by parameter name, not by its position in groups, which differ between stages. What two
 stages hold has one name, and is written once."""
 
+Key = tuple[str, str]
+"""Section of the state, and key in it."""
+
 COMMON, METADATA = "__common_0.distcp", ".metadata"
 """Files besides those of shards: what is the same for all parameters, and the index of all files."""
 
@@ -62,15 +65,15 @@ def write_index(folder: Path, parts: Sequence[SavedPart], *, step: int, config: 
     trained: set[str] = set()
     for (name, kind), tensors in shards.items():
         if kind in (PARAMETER, BUFFER):
-            index.add_shards("model", name, tensors)
+            index.add_shards(("model", name), tensors)
             continue
-        index.add_shards("optimizer", f"state.{name}.{kind}", tensors)
+        index.add_shards(("optimizer", f"state.{name}.{kind}"), tensors)
         if name not in trained:
             trained.add(name)
             for scalar, value in scalars.items():
-                index.add_scalar("optimizer", f"state.{name}.{scalar}", value)
+                index.add_scalar(("optimizer", f"state.{name}.{scalar}"), value)
             for option, value in options[len(tensors[0].entry.box.sizes)].items():
-                index.add_object("optimizer", f"param_groups.{name}.{option}", value)
+                index.add_object(("optimizer", f"param_groups.{name}.{option}"), value)
     index.write(folder)
     return sum_files(folder, [COMMON, METADATA])
 
@@ -93,27 +96,29 @@ class _Index:
         self._common = bytearray()
         self._places: dict[str, _StorageInfo] = {}
         self._state: dict[str, Any] = {}
-        self._paths: dict[str, tuple[str, str]] = {}
+        self._paths: dict[str, Key] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
-    def add_shards(self, section: str, name: str, saved: Sequence[SavedTensor]) -> None:
+    def add_shards(self, path: Key, saved: Sequence[SavedTensor]) -> None:
         boxes = {tensor.entry.box: tensor for tensor in saved}
         ends = [[at + size for at, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
         sizes = tuple(map(max, zip(*ends, strict=True)))
         if prod(sizes) != sum(box.num_elements for box in boxes):
-            raise ValueError(f"{name} has {prod(sizes)} elements, parts hold {sum(box.num_elements for box in boxes)}")
-        key = self._add(section, name, _tensor(saved[0].entry.dtype, sizes, boxes))
+            raise ValueError(
+                f"{path[1]} has {prod(sizes)} elements, parts hold {sum(box.num_elements for box in boxes)}"
+            )
+        key = self._add(path, _tensor(saved[0].entry.dtype, sizes, boxes))
         for number, (box, tensor) in enumerate(boxes.items()):
             place = _StorageInfo(tensor.file, tensor.start_byte, tensor.num_bytes)
             self._storage[MetadataIndex(key, box.offsets, number)] = place
 
-    def add_scalar(self, section: str, name: str, value: float) -> None:
+    def add_scalar(self, path: Key, value: float) -> None:
         """Add a number that the optimizer holds as a tensor."""
-        key = self._add(section, name, _tensor("float32", (), [Box(offsets=(), sizes=())]))
+        key = self._add(path, _tensor("float32", (), [Box(offsets=(), sizes=())]))
         self._storage[MetadataIndex(key, (), 0)] = self._place_of(torch.tensor(value, dtype=torch.float32))
 
-    def add_object(self, section: str, name: str, value: object) -> None:
-        key = self._add(section, name, BytesStorageMetadata())
+    def add_object(self, path: Key, value: object) -> None:
+        key = self._add(path, BytesStorageMetadata())
         self._storage[MetadataIndex(key)] = self._place_of(value)
 
     def write(self, folder: Path) -> None:
@@ -125,9 +130,9 @@ class _Index:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _add(self, section: str, name: str, described: Any) -> str:
-        key = f"{section}.{name}"
-        self._state[key], self._paths[key] = described, (section, name)
+    def _add(self, path: Key, described: Any) -> str:
+        key = ".".join(path)
+        self._state[key], self._paths[key] = described, path
         return key
 
     def _place_of(self, value: object) -> _StorageInfo:

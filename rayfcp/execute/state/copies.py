@@ -40,8 +40,9 @@ Wanted = tuple[str, str, Box]
 PAGE = 4096
 COPY, UNFINISHED, LOCK = ".copy", ".new", "lock"
 
-MAX_SPARE = 1
-"""Files of dropped copies that a process keeps for new ones: the next copy allocates nothing, for this much memory."""
+MAX_SPARE = 2
+"""Files of dropped copies that a process keeps for new ones: the next copy allocates nothing, not even while another is
+written to a checkpoint, for this much memory. Memory for a copy of 1 GiB takes 0.3 s and more."""
 
 ABANDONED_S = 900.0
 """Age at which copies that no living process holds are removed by processes of other runs: time to start the run again
