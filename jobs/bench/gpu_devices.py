@@ -26,15 +26,20 @@ from rayfcp.bench.alone import model_of, peak_of, random_shards
 from rayfcp.cluster.workers.environment import use_interface
 from rayfcp.cluster.workers.facts import LOOPBACK
 from rayfcp.config import Config
+from rayfcp.config.models import TrainConfig
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.calibrate import time_parts
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
+from rayfcp.execute.reports import SavedPart
+from rayfcp.execute.state.checkpoint import write_index
+from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.execute.state.saving import write_part
 from rayfcp.models.build import sharded_model
 from rayfcp.models.library import text_of
 from rayfcp.program import RankProgram, lower
-from rayfcp.values import GlobalBatch, ModelProfile, Sample
+from rayfcp.values import GlobalBatch, ModelProfile, Sample, StateId
 from rayfcp.values.devices import DEVICES
 
 ANSWER_S = 180.0
@@ -76,7 +81,8 @@ class Device:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         device = torch.device(setting.device)
-        self.engine = RankEngine(setting.config, device=device, data_dir=setting.data_dir)
+        copies = self._copies = CopyFolder(Path(setting.data_dir) / "copies")
+        self.engine = RankEngine(setting.config, device=device, data_dir=setting.data_dir, copies=copies)
 
     def join(self, generation: str, rank: int, num_ranks: int) -> float:
         """Join a world; seconds, building the model included."""
@@ -105,16 +111,15 @@ class Device:
         report = self.engine.run_step(program, batch, plan_hash=program.plan_hash)
         return report.loss, report.step_s
 
-    def save(self, folder: str) -> None:
-        """Write a checkpoint, to its end.
+    def save(self, folder: str) -> SavedPart:
+        """Write its part of a checkpoint.
 
         Raises:
-            OSError: it could not be written.
+            SaveError: it could not be written.
         """
-        self.engine.begin_save(folder)
-        done = self.engine.finish_save()
-        if done is None or done.error:
-            raise OSError(done.error if done else "no write was in progress")
+        state = StateId(version=CHECKPOINT_STEP, generation=0)
+        self.engine.take_snapshot(state)
+        return write_part(self._copies, state, numbers=[self.engine.position.device], folder=Path(folder))
 
     def load(self, folder: str) -> None:
         self.engine.load(folder)
@@ -295,7 +300,7 @@ def devices(bench: Bench) -> Found:
         bench.log(f"{count} devices: joining, then a sequence of {setting.num_tokens} tokens in a ring")
         found: Found = {"num_devices": count, "model": setting.model.name, "num_tokens": setting.num_tokens}
         found["join_s"] = node.join("one", every)
-        steps, wanted = _trained(node, every, checkpoint=str(Path(folder) / "checkpoint"))
+        steps, wanted = _trained(node, every, checkpoint=str(Path(folder) / "checkpoint"), train=setting.config.train)
         step_s = statistics.median(steps)
         peak = peak_of(bench.device, dtype=bench.sizes.dtype)
         flops = flops_of(setting.model, [setting.num_tokens])
@@ -314,7 +319,7 @@ def devices(bench: Bench) -> Found:
     return {**found, "loss": wanted, "targets": {"loss on one rank fewer": {"found": difference, "at_most": bound}}}
 
 
-def _trained(node: Node, every: Sequence[int], *, checkpoint: str) -> tuple[list[float], float]:
+def _trained(node: Node, every: Sequence[int], *, checkpoint: str, train: TrainConfig) -> tuple[list[float], float]:
     """Seconds of steps, without the first, and the loss of the step after the checkpoint."""
     seconds, loss = [], 0.0
     for number in range(1, CHECKPOINT_STEP + 2):
@@ -322,7 +327,8 @@ def _trained(node: Node, every: Sequence[int], *, checkpoint: str) -> tuple[list
         seconds.append(max(step_s for _, step_s in answers))
         loss = answers[0][0]
         if number == CHECKPOINT_STEP:
-            node.ask(every, "save", checkpoint)
+            parts = node.ask(every, "save", checkpoint)
+            write_index(Path(checkpoint), parts, step=number, config=train)
     return seconds[1:], loss
 
 

@@ -127,7 +127,7 @@ def by_ray(*, num_bytes: int, rounds: int) -> list[tuple[float, float]]:
 
 def _header(version: int, num_bytes: int) -> ShardHeader:
     box = Box(offsets=(0,), sizes=(num_bytes,))
-    entry = ShardEntry(name="weight", kind="parameter", box=box, itemsize=1, start_byte=0)
+    entry = ShardEntry(name="weight", kind="parameter", box=box, dtype="uint8", start_byte=0)
     state = StateId(version=version, generation=0)
     return ShardHeader(state=state, number=0, num_devices=1, entries=(entry,), num_bytes=num_bytes, scalars={})
 

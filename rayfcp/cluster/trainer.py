@@ -16,6 +16,7 @@ from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.lock import check_free, check_writable
 from rayfcp.cluster.planning.capacity import configured_bound
+from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import check_layout
 from rayfcp.cluster.workers.worker import DeviceWorker
@@ -173,7 +174,7 @@ class FlexTrainer:
         config: the run, as `Config` or as nested dict. Ray Train's own configurations override it:
         run_config: `name`, `storage_path` (the run directory is `storage_path/name`), `checkpoint_config`.
         scaling_config: `num_workers` (a number or (min, max)), `use_gpu`.
-        worker: class of the worker actors.
+        worker, store: classes of the actors of devices, and of nodes' snapshot stores.
 
     Example:
         >>> trainer = FlexTrainer(config)                                     # doctest: +SKIP
@@ -188,11 +189,12 @@ class FlexTrainer:
         run_config: "RunConfig | None" = None,
         scaling_config: "ScalingConfig | None" = None,
         worker: type[DeviceWorker] = DeviceWorker,
+        store: type[SnapshotStore] = SnapshotStore,
     ) -> None:
         config = config if isinstance(config, Config) else parse_config(config)
         config = _with_scaling(config, scaling_config) if scaling_config else config
         self.config = _with_run(config, run_config) if run_config else config
-        self._worker = worker
+        self._worker, self._store = worker, store
         if self.config.cluster.address is None:
             _check_machine(self.config)
         check_runnable(self.config)
@@ -236,7 +238,7 @@ class FlexTrainer:
             with connected(config):
                 heed_sigterm()
                 data_dir = prepared_data(config, log=watcher.log)
-                return follow(config, data_dir, runtime=RayRuntime(self._worker), watcher=watcher)
+                return follow(config, data_dir, runtime=RayRuntime(self._worker, self._store), watcher=watcher)
 
 
 def _check_machine(config: Config) -> None:

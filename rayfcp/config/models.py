@@ -235,7 +235,7 @@ class ElasticConfig(Section):
     start_timeout_s: PositiveFloat = Field(default=300.0, description="for workers to start")
     collective_timeout_s: PositiveFloat = Field(default=600.0, description="for one exchange between ranks")
     snapshot_every_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto", description="finished steps that the loss of a node may take; 0: no copies of the state at all"
+        default="auto", description="finished steps that the loss of a node may take; 0: copies for checkpoints only"
     )
     snapshot_dir: str = Field(default="/dev/shm", description="of nodes, on a tmpfs: copies of the state live there")
     min_workers: Count | None = Field(

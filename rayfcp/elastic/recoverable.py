@@ -13,8 +13,9 @@ class CopiedStates:
 
     The generation starts from version `first`. `here`: the newest state that every device has copied to its node's
     memory. `away`: the newest one of which each node's copies are on another node too; that of an earlier generation,
-    whose copies live on, until this one has one. `under_way`: the state whose copies are being sent. `copied`: for each
-    device the reported states, those older than `here` left out.
+    whose copies live on, until this one has one. `under_way`: the state whose copies are being sent. `leased`: the one
+    whose copies are being written to a checkpoint, of any generation. `copied`: for each device the reported states,
+    those older than `here` left out.
     """
 
     generation: int
@@ -22,6 +23,7 @@ class CopiedStates:
     here: StateId | None = None
     away: StateId | None = None
     under_way: StateId | None = None
+    leased: StateId | None = None
     copied: Mapping[str, frozenset[StateId]] = field(default_factory=dict)
 
     @classmethod
@@ -33,7 +35,9 @@ class CopiedStates:
         """Return a new generation, from version `first`. States of later steps were lost with them."""
         begun = CopiedStates.start(devices, generation=generation, first=first)
         left = [each for each in (self.here, self.away) if each is not None and each.version <= first]
-        return replace(begun, here=max(left, default=None), away=self.away if self.away in left else None)
+        return replace(
+            begun, here=max(left, default=None), away=self.away if self.away in left else None, leased=self.leased
+        )
 
     def after(self, reports: Mapping[str, StateId | None]) -> "CopiedStates":
         """Add states that devices reported as copied. A state that one device skipped is not complete, however new its
@@ -74,8 +78,8 @@ class CopiedStates:
     @property
     def kept(self) -> KeptStates:
         """States whose copies are needed."""
-        states = frozenset(each for each in (self.here, self.away, self.under_way) if each is not None)
-        return KeptStates(since=self._since, states=states)
+        states = (self.here, self.away, self.under_way, self.leased)
+        return KeptStates(since=self._since, states=frozenset(each for each in states if each is not None))
 
     @property
     def _since(self) -> StateId | None:

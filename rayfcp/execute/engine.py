@@ -1,4 +1,4 @@
-"""One device of a run: joins a generation, runs steps, saves and loads. Independent of Ray."""
+"""One device of a run: joins a generation, runs steps, copies its state and loads it. Independent of Ray."""
 
 import logging
 import math
@@ -23,8 +23,8 @@ from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
-from rayfcp.execute.reports import Beat, DeviceReport, Joined, SavedPart, StepProgress
-from rayfcp.execute.state.checkpoint import CheckpointWriter, load
+from rayfcp.execute.reports import Beat, DeviceReport, Joined, StepProgress
+from rayfcp.execute.state.checkpoint import load
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
 from rayfcp.execute.vision import ImageSource, VisionLoader
@@ -44,7 +44,6 @@ class Generation:
     module: StageModule
     optimizer: LocalAdamW
     wait: HostWait
-    writer: CheckpointWriter
     snapshots: Snapshots
     interpreter: Interpreter
 
@@ -118,7 +117,6 @@ class RankEngine:
             module=module,
             optimizer=optimizer,
             wait=wait,
-            writer=CheckpointWriter(groups.control),
             snapshots=Snapshots(module, optimizer, position=position, copies=self.copies),
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
@@ -255,7 +253,6 @@ class RankEngine:
             memory_bytes=self._backend.memory_bytes(self.device),
             gather_s=done.gather_s,
             spans=(*done.spans, update),
-            saved=generation.writer.finished(),
             snapshot_s=generation.snapshots.seconds,
             copied=generation.snapshots.copied,
             message_s=done.wait_s,
@@ -294,17 +291,6 @@ class RankEngine:
         return Beat(step=progress.step, num_done=progress.num_done, waiting=progress.is_waiting)
 
     @collective
-    def begin_save(self, folder: str) -> None:
-        """Copy the state and write it to `folder` in the background."""
-        generation = self.generation
-        generation.writer.begin(Path(folder), generation.module, optimizer=generation.optimizer)
-
-    @collective
-    def finish_save(self) -> SavedPart | None:
-        """Wait for the end of the write and return its result; None if none was in progress."""
-        return self.generation.writer.finish()
-
-    @collective
     def load(self, folder: str) -> None:
         """Set parameters and optimizer state from a checkpoint written by any number of ranks."""
         generation = self.generation
@@ -317,20 +303,17 @@ class RankEngine:
 
     @collective
     def leave(self) -> None:
-        """Finish the write in progress and leave the generation; all devices do so together. Copies stay."""
+        """Leave the generation; all devices do so together. Copies stay."""
         joined = self._member.groups is not None
         if joined:
-            if self._generation is not None:
-                self._generation.writer.finish()
             self._member.leave()
         self._forget()
         if joined:
             self._member.collect()
 
     def _forget(self) -> None:
-        """Drop everything of the last generation, its memory and a write in progress included."""
+        """Drop everything of the last generation, its memory included."""
         if self._generation is not None:
-            self._generation.writer.abandon()
             self._generation.snapshots.abandon()
             self._generation = None
         self._member.forget()

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
 from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.parallel.groups import ProcessGroups, swap
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups, swap
 from rayfcp.execute.parallel.sharding import StageModule, local_shard
 
 
@@ -99,16 +99,26 @@ def make_optimizer(module: nn.Module, config: TrainConfig) -> LocalAdamW:
         if parameter.requires_grad:
             dimensions = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
             groups[parameter.ndim < 2, dimensions].append(parameter)
-    optimizer = LocalAdamW(
+    optimizer = _adamw([members for _, members in sorted(groups.items())], config)
+    optimizer.is_fused = all(backend_of(each.device).fuses_adamw for each in module.parameters())
+    return optimizer
+
+
+def _adamw(groups: Iterable[Sequence[Tensor]], config: TrainConfig) -> LocalAdamW:
+    return LocalAdamW(
         [
-            {"params": members, "weight_decay": 0.0 if is_vector else config.weight_decay}
-            for (is_vector, _), members in sorted(groups.items())
+            {"params": members, "weight_decay": 0.0 if members[0].ndim < 2 else config.weight_decay}
+            for members in groups
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
     )
-    optimizer.is_fused = all(backend_of(each.device).fuses_adamw for each in module.parameters())
-    return optimizer
+
+
+def options_of(num_dimensions: int, config: TrainConfig, *, step: int) -> dict[str, Any]:
+    """Options that a parameter of so many dimensions has in the optimizer's groups after `step`."""
+    (group,) = _adamw([[torch.empty((0,) * num_dimensions)]], config).param_groups
+    return {**{key: value for key, value in group.items() if key != "params"}, "lr": learning_rate(step, config)}
 
 
 def update(optimizer: LocalAdamW, sums: Tensor, *, num_targets: int, max_norm: float) -> tuple[float, float]:
@@ -157,12 +167,17 @@ def local_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def is_split(parameter: nn.Parameter) -> bool:
+def is_split(parameter: Tensor) -> bool:
     """True if tensor-parallel devices hold parts of the parameter rather than copies."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
     return "tensor" in names and parameter.placements[names.index("tensor")].is_shard()
+
+
+def owns(parameter: Tensor, position: MeshPosition, *, shared: Tensor | None) -> bool:
+    """True for one of the devices that hold the same shard of a parameter; `shared`: the tied matrix of two stages."""
+    return (position.tensor_rank == 0 or is_split(parameter)) and (position.stage == 0 or parameter is not shared)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
@@ -191,10 +206,6 @@ def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: Tensor) -> T
         other = torch.empty_like(gradient)
         swap(gradient, other, group=groups.pipe_forward, target=peer, source=peer)
         gradient += other  # both devices get bitwise equal sums
-    counted = [
-        parameter
-        for parameter in module.parameters()
-        if (position.tensor_rank == 0 or is_split(parameter)) and (position.stage == 0 or parameter is not shared)
-    ]
+    counted = [each for each in module.parameters() if owns(each, position, shared=shared)]
     own = loss_sum if position.tensor_rank == 0 else torch.zeros_like(loss_sum)
     return groups.sum(torch.stack([own, local_squares(counted).to(own)]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rayfcp.config import ConfigError
 from rayfcp.values import Span, StateId
+from rayfcp.values.state import ShardEntry
 
 
 class StepProgress:
@@ -106,14 +107,24 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedPart:
-    """Result of a device's write of its part of a checkpoint into `folder`, after `seconds`: `files` are on disk, or
-    `error` says in one line why not. If one device fails, all do."""
+class SavedTensor:
+    """Place of `num_bytes` in `file` of a checkpoint that hold the part of a tensor which `entry` describes."""
 
-    folder: str
+    entry: ShardEntry
+    file: str
+    start_byte: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """Part of a checkpoint that is on disk after `seconds`: the shards of some devices. `scalars`: as in their
+    headers."""
+
     seconds: float
-    files: tuple[FileSum, ...] = ()
-    error: str = ""
+    files: tuple[FileSum, ...]
+    tensors: tuple[SavedTensor, ...]
+    scalars: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +135,7 @@ class DeviceReport:
     messages of attention and of other stages (`message_s`), gathers and reductions. It is NaN on accelerators, whose
     host does not wait; `message_s` is measured on their streams. `gather_s[m]`: seconds of gathers and reductions in
     microbatch m, NaN on accelerators.
-    `saved`: a checkpoint write that ended since the last report. `snapshot_s`: part of `step_s` spent waiting for
+    `snapshot_s`: part of `step_s` spent waiting for
     copies of the state. `copied`: newest state of which this device's copy is complete in its node's memory.
     `broken`: images of this device that could not be decoded, with the reasons.
     """
@@ -142,7 +153,6 @@ class DeviceReport:
     memory_bytes: dict[str, int]
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
-    saved: SavedPart | None
     message_s: float = math.nan
     snapshot_s: float = 0.0
     copied: StateId | None = None

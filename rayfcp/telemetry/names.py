@@ -83,7 +83,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("goodput_ratio", "0..1", "Time of committed steps over wall time since the controller's start"),
     _gauge("process_groups", "groups", "Number of process groups"),
     _gauge("process_group_seconds", "seconds", "Time to create the process groups"),
-    _gauge("checkpoint_seconds", "seconds", "Last checkpoint, from copy to commit"),
+    _gauge("checkpoint_seconds", "seconds", "Last checkpoint, from copies in memory to files on disk"),
     _gauge("checkpoint_step", "steps", "Step of the last complete checkpoint on disk; 0 if there is none"),
     _gauge(
         "snapshot_seconds",

@@ -52,16 +52,40 @@ class Box:
         return Box(offsets=starts, sizes=sizes) if all(size > 0 for size in sizes) else None
 
 
+PARAMETER, BUFFER = "parameter", "buffer"
+"""Kinds of entries besides the keys of the optimizer's state."""
+
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of an element, by the dtype's name in torch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """A part of one tensor of the state: `kind` is `parameter` or a key of the optimizer's state. Its elements, of
-    `itemsize` bytes, lie in row-major order from byte `start_byte` of the shard."""
+    """A part of one tensor of the state: `kind` is `PARAMETER`, `BUFFER`, or a key of the optimizer's state. Its
+    elements, of `dtype` (see `ITEMSIZES`), lie in row-major order from byte `start_byte` of the shard, those of a tied
+    parameter once for all of its names. Of devices that hold the same part, one has `is_owner`."""
 
     name: str
     kind: str
     box: Box
-    itemsize: int
+    dtype: str
     start_byte: int
+    is_owner: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.dtype]
 
     @property
     def num_bytes(self) -> int:

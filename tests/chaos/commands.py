@@ -1,4 +1,4 @@
-"""Commands to workers of a test: one file each, carried out once, by the first worker that takes it."""
+"""Commands to workers and stores of a test: one file each, carried out once, by the first actor that takes it."""
 
 import os
 from enum import StrEnum
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Command(StrEnum):
-    """A fault that a worker brings about in itself."""
+    """A fault that an actor brings about in itself."""
 
     DELAY = "delay the next messages"
     DROP = "drop all messages until the next generation"
@@ -15,7 +15,7 @@ class Command(StrEnum):
 
 
 class Commands:
-    """A folder that all workers of a run see."""
+    """A folder that all actors of a run see."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)

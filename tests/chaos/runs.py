@@ -18,7 +18,7 @@ from tests.chaos.checks import POLL_S, Audience, Footprint, leaks
 from tests.chaos.clusters import ManyNodes, OneNode
 from tests.chaos.injector import InjectedFault, Injector
 from tests.chaos.schedule import Planned
-from tests.chaos.workers import ChaosWorker
+from tests.chaos.workers import ChaosStore, ChaosWorker
 from tests.cluster.runs import run_config, steps_of
 from tests.waiting import PATIENCE_S
 
@@ -67,7 +67,9 @@ def run_until_injected(
     """Train in this process until all faults came about, `STEPS_AFTER` steps were done after the last, and the metrics
     show what `until` asks for."""
     config = _endless(config)
-    controller = Controller(config, prepared_data(config, log=lambda _: None), runtime=RayRuntime(ChaosWorker))
+    controller = Controller(
+        config, prepared_data(config, log=lambda _: None), runtime=RayRuntime(ChaosWorker, ChaosStore)
+    )
 
     def train(audience: Audience) -> None:
         outcome = controller.run()
@@ -101,7 +103,7 @@ def run_as_users_do(
         last_step=config.train.steps,
         log=log,
     )
-    trainer = FlexTrainer(_endless(config), worker=ChaosWorker)
+    trainer = FlexTrainer(_endless(config), worker=ChaosWorker, store=ChaosStore)
     return _watched(
         config,
         lambda audience: trainer.fit(watcher=audience),

@@ -9,15 +9,17 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed.checkpoint as dcp
-from torch import zeros
 
 from jobs.bench.faults import BEGAN, ENDED, Cost, Fault, Moment, Moments, cost_of, read_moments
+from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.execute.state.saving import SaveError, write_part
+from rayfcp.values import StateId
 from tests.chaos.checks import left_files
 from tests.chaos.commands import Command, Commands
 from tests.chaos.leftovers import is_running, listening_ports
 from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.workers import fill_disk, moments_dir
+from tests.execute.copying import vector, write
 
 
 def test_a_command_is_carried_out_once(tmp_path: Path) -> None:
@@ -33,8 +35,9 @@ def test_a_command_is_carried_out_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_fails_a_save(tmp_path: Path) -> None:
     fill_disk(tmp_path / "full", number=0)
-    with pytest.raises(dcp.api.CheckpointException, match="No space left on device"):
-        dcp.save({"weights": zeros(1000)}, checkpoint_id=tmp_path / "full", no_dist=True)
+    copies = write(CopyFolder(tmp_path / "copies"), vector(1))
+    with pytest.raises(SaveError, match="No space left on device"):
+        write_part(copies, StateId(version=1, generation=0), numbers=[0], folder=tmp_path / "full")
 
 
 def test_processes_and_ports_are_seen_until_they_are_gone() -> None:

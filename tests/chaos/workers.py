@@ -1,18 +1,21 @@
-"""Workers that write down their steps and do themselves harm when they are ordered to."""
+"""Workers that write down their steps, and stores, which do themselves harm when they are ordered to."""
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from jobs.bench.faults import BEGAN, ENDED, Moments
+from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
 from rayfcp.cluster.workers.worker import DeviceWorker
-from rayfcp.execute.reports import DeviceReport, Joined
+from rayfcp.config import Config
+from rayfcp.execute.reports import DeviceReport, Joined, SavedPart
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch
+from rayfcp.values import GlobalBatch, StateId
 from tests.chaos.commands import Command, Commands
 
 DELAY_S = 0.5
@@ -25,7 +28,7 @@ def moments_dir(run_dir: str | Path) -> Path:
 
 
 class ChaosWorker(DeviceWorker):
-    """A worker whose network and disk can fail."""
+    """A worker whose network can fail."""
 
     def open(self) -> DeviceFacts:
         from rayfcp.execute import engine
@@ -50,10 +53,18 @@ class ChaosWorker(DeviceWorker):
         self._moments.add(ENDED, batch.step, number=number, num_devices=num_devices)
         return report
 
-    def begin_save(self, folder: str) -> None:
+
+class ChaosStore(SnapshotStore):
+    """A store whose disk can fail."""
+
+    def __init__(self, config: Config, *, run: str) -> None:
+        super().__init__(config, run=run)
+        self._commands = Commands.of(config.run_dir)
+
+    def save(self, state: StateId, numbers: Sequence[int], *, folder: str) -> SavedPart:
         if self._commands.take(Command.FULL_DISK):
-            fill_disk(Path(folder), number=self._engine.position.device)
-        super().begin_save(folder)
+            fill_disk(Path(folder), number=numbers[0])
+        return super().save(state, numbers, folder=folder)
 
 
 def fill_disk(folder: Path, *, number: int) -> None:

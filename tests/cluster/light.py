@@ -98,7 +98,7 @@ def shard(
         state=StateId(version=version, generation=generation),
         number=number,
         num_devices=num_devices,
-        entries=(ShardEntry(name="weight", kind="parameter", box=box, itemsize=1, start_byte=0),),
+        entries=(ShardEntry(name="weight", kind="parameter", box=box, dtype="uint8", start_byte=0),),
         num_bytes=num_bytes,
         scalars={},
     )

@@ -37,7 +37,6 @@ def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> DeviceReport
         memory_bytes={},
         gather_s=(),
         spans=(),
-        saved=None,
     )
 
 

@@ -52,7 +52,6 @@ def reports(
                 memory_bytes={},
                 gather_s=tuple(waited) if host_waits else (math.nan,) * len(waited),
                 spans=tuple(spans),
-                saved=None,
             )
         )
     return found

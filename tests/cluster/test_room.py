@@ -24,14 +24,17 @@ def devices(*nodes: str, shm_bytes: float, limit_bytes: float = 1000 * GIB, devi
 
 
 def test_what_fits_is_accepted(tmp_path: Path) -> None:
-    """Three copies on one node; on several nodes six of each one's share."""
+    """Four copies on one node; on several nodes seven of each one's share; one without recovery."""
     config = run_config(tmp_path, name="room")
-    check_room(config, MODEL, facts=devices("a", "a", shm_bytes=3.01 * STATE))
-    check_room(config, MODEL, facts=devices("a", "a", "b", "b", shm_bytes=3.01 * STATE))
+    check_room(config, MODEL, facts=devices("a", "a", shm_bytes=4.01 * STATE))
+    check_room(config, MODEL, facts=devices("a", "a", "b", "b", shm_bytes=3.51 * STATE))
     with pytest.raises(ConfigError):
-        check_room(config, MODEL, facts=devices("a", "a", "a", "b", shm_bytes=3.01 * STATE))
+        check_room(config, MODEL, facts=devices("a", "a", "a", "b", shm_bytes=3.51 * STATE))
     off = run_config(tmp_path, name="room", elastic={"snapshot_every_steps": 0})
-    check_room(off, MODEL, facts=devices("a", shm_bytes=0))
+    check_room(off, MODEL, facts=devices("a", shm_bytes=1.01 * STATE))
+    check_room(off, MODEL, facts=devices("a", "b", shm_bytes=0.51 * STATE))
+    with pytest.raises(ConfigError, match=r"^elastic\.snapshot_dir: copies of .*, or name a folder on a disk$"):
+        check_room(off, MODEL, facts=devices("a", shm_bytes=0.99 * STATE))
 
 
 def test_small_shared_memory_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -39,16 +42,16 @@ def test_small_shared_memory_is_named_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_room(config, MODEL, facts=devices("node-of-ray", shm_bytes=64 << 20))
     assert str(caught.value) == (
-        f"elastic.snapshot_dir: 3 copies of a state of {STATE / GIB:.2f} GiB do not fit on node node-of-, where "
+        f"elastic.snapshot_dir: 4 copies of a state of {STATE / GIB:.2f} GiB do not fit on node node-of-, where "
         "/dev/shm has 0.06 GiB free; enlarge it (docker run --shm-size, or an emptyDir of medium Memory), use more "
-        "nodes or a smaller model, or set elastic.snapshot_every_steps=0 to train without copies"
+        "nodes or a smaller model, or set elastic.snapshot_every_steps=0 to copy it for checkpoints only"
     )
 
 
 @pytest.mark.parametrize(("device", "spare"), [("cuda", 0.0), ("cpu", STATE)])
 def test_memory_is_not_filled_to_where_ray_ends_all_actors(tmp_path: Path, device: str, spare: float) -> None:
     """What is in use counts, Ray's object store, and on CPUs the state itself."""
-    config, need = run_config(tmp_path, name="room"), 5 * GIB + 3 * STATE + spare
+    config, need = run_config(tmp_path, name="room"), 5 * GIB + 4 * STATE + spare
     enough = devices("a", shm_bytes=9 * STATE, limit_bytes=need / 0.849, device=device)
     check_room(config, MODEL, facts=enough)
     with pytest.raises(ConfigError, match=r"85% may be used, by 2\.0 GiB that are in use and 3\.0 GiB of Ray"):

@@ -1,7 +1,9 @@
-"""A run whose newest checkpoint was changed after it was written."""
+"""Runs whose storage is slow or full, and whose newest checkpoint was changed after it was written."""
 
 import json
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ from safetensors import safe_open
 
 from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
+from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.config import Config, ConfigError
-from tests.cluster.recovering import Trouble
+from rayfcp.execute.reports import SavedPart
+from rayfcp.values import StateId
+from tests.cluster.recovering import Trouble, kill, pids
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.waiting import PATIENCE_S
 
@@ -30,6 +35,57 @@ def trained(folder: Path) -> Config:
     config = run_config(folder, name="trained", train={"steps": 6}, checkpoint={"every_steps": 3, "keep": 3})
     FlexTrainer(config).fit()
     return config
+
+
+FIRST = 3
+"""Step of the first checkpoint of runs with storage that is slow."""
+
+
+class TroubledStore(SnapshotStore):
+    """Writes nothing while the run's folder has a file `slow`, and finds the disk full in the next write after that."""
+
+    def __init__(self, config: Config, *, run: str) -> None:
+        super().__init__(config, run=run)
+        self._folder = Path(config.run_dir)
+
+    def save(self, state: StateId, numbers: Sequence[int], *, folder: str) -> SavedPart:
+        while (self._folder / "slow").exists():
+            (self._folder / "full").touch()
+            time.sleep(0.05)
+        if (self._folder / "full").exists() and state.version > FIRST:
+            (self._folder / "full").unlink()
+            Path(folder).mkdir()
+            (Path(folder) / f"__{numbers[-1]}_0.distcp").symlink_to("/dev/full")
+        return super().save(state, numbers, folder=folder)
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_worker_that_is_killed_while_its_checkpoint_is_written_does_not_lose_it(every: int, folder: Path) -> None:
+    """The other one goes on meanwhile; a disk that is full later ends that write only."""
+    saving = {"every_steps": FIRST, "keep": 99}
+    config = run_config(
+        folder, name=f"slow-{every}", train={"steps": 40}, checkpoint=saving, elastic={"snapshot_every_steps": every}
+    )
+    slow = Path(config.run_dir) / "slow"
+    slow.parent.mkdir()
+    slow.touch()
+    trouble = Trouble({4: lambda: kill(pids("DeviceWorker")[0]), 8: slow.unlink})
+    FlexTrainer(config, store=TroubledStore).fit(watcher=trouble)
+    assert {read_step(path) for path in checkpoints_of(config).complete()} >= {FIRST, 40}
+    assert trouble.said("checkpoint of step 3 is still being written; that of step 6 is skipped")
+    (failed,) = trouble.said("could not be written")
+    assert "could not be written: No space left on device: " in failed
+    assert not [*(Path(config.run_dir) / "checkpoints").glob(".unfinished*")]
+    first = steps_of(config)
+    assert [report.step for report in first] == list(range(1, 41))
+    named = str(checkpoints_of(config).complete()[0])
+    resumed = run_config(folder, name=f"resumed-{every}", train={"steps": 6}, checkpoint={"resume": named})
+    FlexTrainer(resumed).fit()
+    assert [each.loss for each in steps_of(resumed)] == pytest.approx([each.loss for each in first[3:6]], rel=1e-4)
+
+
+def read_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def again(trained: Config, *, name: str, steps: int) -> Config:

@@ -22,9 +22,10 @@ Key = tuple[int, int, int]
 def header_of(key: Key, tensors: list[tuple[Box, int]], *, pad: int = 0, name: str = "t") -> ShardHeader:
     entries, at = [], 0
     for index, (box, itemsize) in enumerate(tensors):
-        entry = ShardEntry(name=f"{name}{index}", kind="parameter", box=box, itemsize=itemsize, start_byte=at)
+        dtype = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}.get(itemsize, "unknown")
+        entry = ShardEntry(name=f"{name}{index}", kind="parameter", box=box, dtype=dtype, start_byte=at)
         entries.append(entry)
-        at += entry.num_bytes + pad
+        at += box.num_elements * itemsize + pad
     state = StateId(version=key[0], generation=key[1])
     return ShardHeader(state=state, number=key[2], num_devices=4, entries=tuple(entries), num_bytes=at, scalars={})
 

@@ -34,6 +34,7 @@ from rayfcp.program import RankProgram, lower
 from rayfcp.values import Action, GlobalBatch, Primitive, Sample
 from rayfcp.values.state import StateId
 from tests.execute.fake_accelerator import Accelerator, use
+from tests.execute.saving import save
 
 LENGTHS = (200, 33)
 VOCAB = 128
@@ -129,14 +130,12 @@ def one_rank(at: Accelerator) -> Found:
         copies = engine.copies
         assert copies is not None
         (header,) = copies.headers()
-        engine.begin_save(f"{folder}/saved")
-        saved = engine.finish_save()
-        assert saved is not None
+        saved = save(copies, state, nodes=[[0]], folder=Path(folder) / "saved")
         engine.load(f"{folder}/saved")
         engine.fill([Source(header=header, pieces=lambda wanted: copies.pieces(state, 0, wanted=wanted))])
         kinds = sorted({entry.kind for entry in header.entries})
         again = step(engine, program_of(1), 2)
-    return {"loss": [report.loss, again.loss], "saved": [len(saved.files), saved.error], "kinds": kinds}
+    return {"loss": [report.loss, again.loss], "saved": len(saved), "kinds": kinds}
 
 
 def stages(at: Accelerator) -> Found:

@@ -35,8 +35,7 @@ LONG = timedelta(minutes=4)
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """`members`: processes by number of device; `steps` are finished in it. `end`: how the step after them ends:
-    `leave`: there is none. `forward`, `update`: the last member is killed there. `hang`: it does not take part, and a
-    checkpoint is being written."""
+    `leave`: there is none. `forward`, `update`: the last member is killed there. `hang`: it does not take part."""
 
     world: tuple[int, int, int]
     members: tuple[int, ...]
@@ -191,7 +190,6 @@ class Member(Device):
             self._client.wait([f"waits-{index}-{each}" for each in range(num_others)], LONG)
             self._client.set(f"end-{index}", "1")
             return
-        self.engine.begin_save(str(self._folder / f"save-{index}"))
         teller = threading.Thread(target=self._tell_when_waiting, args=(step, index))
         teller.start()
         try:

@@ -78,7 +78,7 @@ def test_pieces_are_what_slices_of_the_whole_are(data: st.DataObject) -> None:
 
 def test_what_cannot_be_a_copy_is_refused(tmp_path: Path) -> None:
     box, folder = Box(offsets=(0,), sizes=(100,)), CopyFolder(tmp_path)
-    with pytest.raises(ValueError, match="1, 2, 4 or 8 each"):
+    with pytest.raises(ValueError, match="of no known dtype"):
         folder.begin(header_of((1, 0, 0), [(box, 3)]))
     write(folder, header := header_of((1, 0, 0), [(box, 1)]))
     with pytest.raises(ValueError, match="version 1, generation 0 lacks exp_avg of t0"):

@@ -16,6 +16,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots
 from rayfcp.values.state import StateId
+from tests.execute.saving import save
 
 LENGTHS = (9, 5)
 
@@ -55,10 +56,10 @@ def test_steps_without_images(family: str, freeze: bool, tmp_path: Path) -> None
         module, copies = engine.generation.module, CopyFolder(tmp_path / "copies")
         Snapshots(module, optimizer, position=engine.position, copies=copies).take(StateId(version=2, generation=0))
         (header,) = copies.headers()
-        assert {entry.name for entry in header.entries} == parameters.keys()
-        engine.begin_save(str(tmp_path / "saved"))
-        saved = engine.finish_save()
-        assert saved is not None and not saved.error
+        assert {entry.name for entry in header.entries} == {
+            name for name, _ in module.named_parameters(remove_duplicate=False)
+        }
+        save(copies, header.state, nodes=[[0]], folder=tmp_path / "saved", train=engine._config.train)
         want = {name: parameter.full_tensor().clone() for name, parameter in parameters.items()}
         if freeze:
             assert all(torch.equal(want[name], value) for name, value in first.items())

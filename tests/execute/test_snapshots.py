@@ -74,7 +74,7 @@ def rows_of(copies: CopyFolder, header: ShardHeader, *, number: int, keep: tuple
         box = Box(offsets=(start, *entry.box.offsets[1:]), sizes=(stop - start, *entry.box.sizes[1:]))
         (piece,) = copies.pieces(header.state, 0, wanted=[(entry.name, entry.kind, box)])
         parts.append(piece.reshape(-1).view(np.uint8))
-        entries.append(ShardEntry(name=entry.name, kind=entry.kind, box=box, itemsize=entry.itemsize, start_byte=at))
+        entries.append(ShardEntry(name=entry.name, kind=entry.kind, box=box, dtype=entry.dtype, start_byte=at))
         at += entries[-1].num_bytes
     cut = replace(header, number=number, entries=tuple(entries), num_bytes=at)
     new = copies.begin(cut)

@@ -16,14 +16,16 @@ from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.sharding import parameter_groups, sharded_modules
+from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import Forward, RankProgram, lower
-from rayfcp.values import ClusterSpec
+from rayfcp.values import ClusterSpec, StateId
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.calls import Calls
 from tests.execute.gloo import on_processes, wait_for_all
 from tests.execute.pipelined import pipelined
+from tests.execute.saving import save
 from tests.plan.helpers import UNIT
 
 CPU = torch.device("cpu")
@@ -67,7 +69,9 @@ class Engine:
         self._data, (stages, ranks, tensor) = data, world
         self.position = MeshPosition.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
         self._config = config
-        self.engine = RankEngine(config, device=CPU, data_dir=str(Path(config.run_dir).parent / "shards"))
+        folder = Path(config.run_dir).parent
+        copies = CopyFolder(folder / "copies")
+        self.engine = RankEngine(config, device=CPU, data_dir=str(folder / "shards"), copies=copies)
 
     def join(self, store: dist.Store) -> None:
         layers = LAYERS[self.position.num_stages]
@@ -142,8 +146,14 @@ def _train(number: int, client: dist.Store, folder: Path, gather_every: str) -> 
             if index:
                 made.engine.load(str(folder / f"saved-{index - 1}"))
             done += [made.step(STEPS * index + each) | {"world": index} for each in range(1, STEPS + 1)]
-            made.engine.begin_save(str(folder / f"saved-{index}"))
+            state = StateId(version=STEPS * (index + 1), generation=index)
+            assert made.engine.take_snapshot(state) == state
             made.engine.close()
+        wait_for_all(client, f"copied-{index}", number=number, size=NUM_PROCESSES + 1)
+        if number == 0:
+            numbers = list(range(math.prod(world)))
+            nodes, copies = [numbers[1:], numbers[:1]], CopyFolder(folder / "copies")
+            save(copies, state, nodes=nodes, folder=folder / f"saved-{index}", train=config.train)
         wait_for_all(client, f"left-{index}", number=number, size=NUM_PROCESSES + 1)
     return done
 

@@ -12,10 +12,13 @@ from rayfcp.config import Config
 from rayfcp.config.models import ModelConfig, TrainConfig
 from rayfcp.execute.optimization import make_optimizer
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.state.checkpoint import CheckpointWriter
+from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.execute.state.snapshots import Snapshots
 from rayfcp.models.build import sharded_model
 from rayfcp.models.export import export_checkpoint
+from rayfcp.values import StateId
 from tests.execute.gloo import joined, on_processes
+from tests.execute.saving import save
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB
 
@@ -48,10 +51,12 @@ def _save_all(number: int, client: dist.Store, folder: Path) -> None:
 def _save(folder: Path, world: ProcessGroups) -> None:
     run = ModelConfig(path=str(folder / "first"), init="pretrained", dtype="bfloat16")
     model = sharded_model(AutoConfig.from_pretrained(folder / "first"), run=run, seed=0, world=world)
-    writer = CheckpointWriter(world.control)
-    writer.begin(folder / "checkpoint", model, optimizer=make_optimizer(model, TrainConfig()))
-    done = writer.finish()
-    assert done is not None and not done.error, done
+    state, copies = StateId(version=0, generation=0), CopyFolder(folder / "copies")
+    optimizer = make_optimizer(model, TrainConfig())
+    Snapshots(model, optimizer, position=world.position, copies=copies).take(state)
+    dist.barrier(world.control)
+    if world.position.device == 0:
+        save(copies, state, nodes=[[number] for number in range(NUM_DEVICES)], folder=folder / "checkpoint")
 
 
 @pytest.mark.parametrize("what", RUNS)

@@ -5,6 +5,7 @@
 Each is a fault that the project's history mended (the commit stands beside it) or that a reviewer would fear.
 """
 
+import fcntl
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.controller.loop import TrainingLoop
 from rayfcp.cluster.controller.stepping import Stepper
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
+from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.cluster_state import ClusterState
@@ -24,7 +26,7 @@ from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
 from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.values import KeptStates
+from rayfcp.values import KeptStates, StateId
 from tests.simulated.run import simulate
 from tests.simulated.schedule import draw
 from tests.simulated.world import ViolationError
@@ -226,19 +228,16 @@ def _unaborted() -> AbstractContextManager[Any]:
 
 
 def _early_checkpoint() -> AbstractContextManager[Any]:
-    """A checkpoint is committed as soon as one device has written its part."""
-    after_step = Saver.after_step
+    """A checkpoint is committed as soon as one node has written its part."""
+    collect = Saver._collect
 
-    def early(self: Saver, step: int, *, ranks: Any) -> None:
-        pending = self._pending
-        if pending is not None:
-            for report in ranks:
-                pending.add(report.number, report.saved)
-            if pending.parts:
-                pending.world_size = len(pending.parts)
-        after_step(self, step, ranks=ranks)
+    def early(self: Saver, pending: Any) -> None:
+        collect(self, pending)
+        if pending.parts and pending.writes:
+            pending.writes.clear()
+            collect(self, pending)
 
-    return patch.object(Saver, "after_step", early)
+    return patch.object(Saver, "_collect", early)
 
 
 def _unread_checkpoint() -> AbstractContextManager[Any]:
@@ -290,9 +289,17 @@ def _dead_nodes_keep() -> AbstractContextManager[Any]:
     return patch.object(ClusterState, "_drop_dead", lambda self: None)
 
 
-def _lost_save() -> AbstractContextManager[Any]:
-    """A write under way is not given up when devices are lost."""
-    return patch.object(Saver, "abandon", lambda self: None)
+def _torn_checkpoint() -> AbstractContextManager[Any]:
+    """The memory of copies that are being written to a checkpoint is used for new ones."""
+    flock, reads = fcntl.flock, fcntl.LOCK_SH | fcntl.LOCK_NB
+
+    def unleased(self: Replication, version: int) -> Any:
+        return StateId(version=version, generation=self.states.generation), self._numbers()
+
+    return _all(
+        patch.object(fcntl, "flock", lambda fd, operation: None if operation == reads else flock(fd, operation)),
+        patch.object(Replication, "lease", unleased),
+    )
 
 
 def _stays_on_leaving_nodes() -> AbstractContextManager[Any]:
@@ -395,7 +402,7 @@ PLANTED: tuple[Plant, ...] = (
     _planner_not_asked_again,
     _planner_dies_starting,
     _dead_nodes_keep,
-    _lost_save,
+    _torn_checkpoint,
     _lossless_resize,
     _unwatched,
     _request_stays,
@@ -416,7 +423,7 @@ BY_SCENARIO = {
     _unwatched: "test_a_device_that_dies_after_its_own_call_ended_is_found_while_others_wait_for_it",
     _dead_nodes_keep: "test_no_store_is_started_where_a_device_that_stood_by_is_dead",
     _early_checkpoint: "test_checkpoints_of_every_step_are_whole",
-    _lost_save: "test_without_copies_it_goes_on_from_the_checkpoint",
+    _torn_checkpoint: "test_checkpoints_of_every_step_are_whole",
     _gone_copy_ends_run: "test_a_copy_that_goes_while_it_is_read_ends_no_run",
     _orphans: "test_a_controller_is_not_started_again_for_ever",
     _planner_dies_starting: "test_a_planner_that_dies_while_it_starts_is_replaced",

@@ -19,7 +19,7 @@ import rayfcp.cluster.controller.reporting
 import rayfcp.cluster.controller.training
 import rayfcp.cluster.dataset
 import rayfcp.cluster.planning.costs
-from rayfcp.cluster.checkpoints.folder import read_manifest
+from rayfcp.cluster.checkpoints.folder import MANIFEST, read_manifest
 from rayfcp.cluster.controller.following import follow
 from rayfcp.cluster.controller.training import Controller, Outcome
 from rayfcp.cluster.dataset import Dataset
@@ -55,8 +55,8 @@ ELEMENTS = 67
 
 NUM_SAMPLES, GLOBAL_BATCH = 50, 3
 
-MOST_VERSIONS = 6
-"""Of which a node holds copies: the newest, that on its way, that on another node, those left by a lost controller."""
+MOST_VERSIONS = 7
+"""Of which a node holds copies: the newest, those on their way, on another node, in a lease, left by a controller."""
 
 MEMORY = Path("/dev/shm")
 """Parent of runs' folders if it exists: files in memory need no disk."""
@@ -187,7 +187,6 @@ class SimulatedRun:
             push_s=schedule.push_s,
             skipped=schedule.skipped,
             observe=self._observe,
-            disk_fails=lambda: "No space left on device" if self.disk.full else "",
             on_step=self._on_step,
         )
         self.meetings = Meetings(self.world)
@@ -254,7 +253,7 @@ class SimulatedRun:
 
     def damage_newest_checkpoint(self) -> None:
         with self.disk.paused():
-            parts = sorted(self.folder.glob("checkpoints/step-*/part-*.bin"))
+            parts = sorted(self.folder.glob("checkpoints/step-*/__[0-9]*.distcp"))
             if parts:
                 content = bytearray(parts[-1].read_bytes())
                 content[-1] ^= 1
@@ -477,9 +476,9 @@ class SimulatedRun:
         for folder in sorted(self.folder.glob("checkpoints/step-*")):
             step = int(folder.name.removeprefix("step-"))
             named = {each.name for each in read_manifest(folder).files}
-            if named != {path.name for path in folder.glob("part-*.bin")}:
+            if named != {path.name for path in folder.iterdir()} - {MANIFEST}:
                 self._violated(f"checkpoint {folder.name} has files that its manifest does not name, or the reverse")
-            found, version = states.read_parts(folder, start=0, stop=self.behavior.size)
+            found, version = states.read_checkpoint(folder, start=0, stop=self.behavior.size)
             if version != step or not np.array_equal(found, self.reference(step)):
                 self._violated(f"checkpoint {folder.name} does not hold the state after step {step}")
 
@@ -528,7 +527,7 @@ class SimulatedRun:
         return {
             Role.WORKER: worker,
             Role.STORE: lambda actor, runtime, args, kwargs: SimulatedStore(
-                actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s
+                actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s, disk=self.disk
             ),
             Role.PLANNER: planner,
             Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, args[0]),

@@ -1,5 +1,6 @@
 """The tiny model of simulated runs: a vector of integers whose every update depends on the step and its samples."""
 
+import warnings
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.cluster.checkpoints.folder import read_manifest
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 Shard = npt.NDArray[np.uint64]
@@ -52,7 +54,7 @@ def header_of(state: StateId, *, number: int, num_devices: int, size: int, versi
         state=state,
         number=number,
         num_devices=num_devices,
-        entries=(ShardEntry(name=NAME, kind=KIND, box=box, itemsize=8, start_byte=0),),
+        entries=(ShardEntry(name=NAME, kind=KIND, box=box, dtype="int64", start_byte=0),),
         num_bytes=8 * (stop - start),
         scalars={"version": float(version)},
     )
@@ -93,22 +95,13 @@ class SamplesHash:
         return found
 
 
-def write_part(folder: Path, number: int, *, start: int, version: int, shard: Shard) -> str:
-    """A device's part of a checkpoint; the name of its file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"part-{number:04d}.bin"
-    head = np.array([start, len(shard), version], np.uint64)
-    (folder / name).write_bytes(np.concatenate([head, shard]).tobytes())
-    return name
+def read_checkpoint(folder: Path, *, start: int, stop: int) -> tuple[Shard, int]:
+    """Elements `[start, stop)` of a checkpoint, as torch reads it, and its version."""
+    import torch
+    import torch.distributed.checkpoint as dcp
 
-
-def read_parts(folder: Path, *, start: int, stop: int) -> tuple[Shard, int]:
-    """Elements `[start, stop)` of a checkpoint, and its version."""
-    found, version = np.zeros(stop - start, np.uint64), 0
-    for path in sorted(folder.glob("part-*.bin")):
-        values = np.frombuffer(path.read_bytes(), np.uint64)
-        at, length, version = (int(each) for each in values[:3])
-        low, high = max(start, at), min(stop, at + length)
-        if low < high:
-            found[low - start : high - start] = values[3 + low - at : 3 + high - at]
-    return found, version
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    (described,) = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+    whole = torch.zeros(described.size, dtype=torch.int64)  # type: ignore[union-attr]
+    dcp.load({"model": {NAME: whole}}, checkpoint_id=folder, no_dist=True)
+    return whole.numpy().view(np.uint64)[start:stop].copy(), read_manifest(folder).step

@@ -4,13 +4,17 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster.recovery.store import SnapshotStore, StoreFacts
 from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError, Peer, TransferError
+from rayfcp.execute.reports import FileSum, SavedPart, SavedTensor
 from rayfcp.execute.state.copies import COPY, CopyFolder, CopyGoneError, NewCopy
+from rayfcp.execute.state.saving import CopyMissingError, SaveError, write_shard
 from rayfcp.values import ShardHeader, StateId
+from tests.simulated.disk import Disk
 from tests.simulated.world import Actor, Deferred
 
 PATIENCE_S = 10.0
@@ -85,6 +89,7 @@ class SimulatedStore(SnapshotStore):
             "headers",
             "pieces",
             "push",
+            "save",
             "drop",
             "drop_copies",
             "remove_copies",
@@ -93,8 +98,8 @@ class SimulatedStore(SnapshotStore):
         ]
     )
 
-    def __init__(self, actor: Actor, *, memory: Memory, orphan_s: float, push_s: float) -> None:
-        self._actor, self._push_s = actor, push_s
+    def __init__(self, actor: Actor, *, memory: Memory, orphan_s: float, push_s: float, disk: Disk) -> None:
+        self._actor, self._push_s, self._disk = actor, push_s, disk
         self._watch = Orphan(actor, orphan_s, end=lambda: actor.world.kill(actor.process, "orphan"))  # type: ignore[assignment]
         self._watched: set[int] = set()
         peer = Peer(host="", port=actor.process.pid, token=b"")
@@ -142,6 +147,40 @@ class SimulatedStore(SnapshotStore):
 
         def later() -> None:
             world.at(world.random.random() * self._push_s + 0.001, send, self._actor.process)
+
+        later()
+        return result
+
+    def save(self, state: StateId, numbers: Sequence[int], *, folder: str) -> Any:
+        """One copy after the other is written, each whole, after a while; all of them stay meanwhile."""
+        world, result, held = self._actor.world, Deferred(), ExitStack()
+        began_s = world.now_s
+        self._actor.process.when_dead.append(held.close)
+        try:
+            copies = [held.enter_context(self._copies.reading(state, number)) for number in numbers]
+        except CopyGoneError as error:
+            held.close()
+            raise CopyMissingError(str(error)) from error
+        written: list[tuple[FileSum, list[SavedTensor]]] = []
+
+        def write() -> None:
+            if self._disk.full:
+                held.close()
+                result.settle(error=SaveError("No space left on device"))
+                return
+            with self._disk.paused():
+                Path(folder).mkdir(exist_ok=True)
+                written.append(write_shard(copies[len(written)], Path(folder)))
+            if len(written) < len(copies):
+                later()
+                return
+            held.close()
+            tensors = tuple(tensor for _, tensors in written for tensor in tensors)
+            files = tuple(file for file, _ in written)
+            result.settle(SavedPart(seconds=world.now_s - began_s, files=files, tensors=tensors, scalars={}))
+
+        def later() -> None:
+            world.at(world.random.uniform(0.05, 1.5) / len(copies), write, self._actor.process)
 
         later()
         return result

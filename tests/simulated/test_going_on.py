@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_from_a_named_checkpoint_falls_back_to_it(tmp_path: P
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over_by_itself(tmp_path: Path) -> None:
     ran(steps=4, folder=tmp_path)
     only = tmp_path / "run" / "checkpoints" / "step-00000004"
-    for part in only.glob("part-*.bin"):
+    for part in only.glob("__[0-9]*.distcp"):
         part.rename(part.with_suffix(".moved"))
     result = ran(steps=8, folder=tmp_path)
     assert result.outcome.wrong_input and not result.outcome.error.startswith("checkpoint.resume"), result.outcome
@@ -101,7 +101,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
     ran(steps=10, checkpoint={"every_steps": 4, "keep": 3}, folder=tmp_path)
     named = tmp_path / "step-00000004"
     shutil.copytree(tmp_path / "run" / "checkpoints" / named.name, named)
-    part = next(named.glob("part-*.bin"))
+    part = next(named.glob("__[0-9]*.distcp"))
     part.write_bytes(part.read_bytes()[:-8])
     result = ran(steps=12, checkpoint={"resume": str(named)}, folder=tmp_path)
     assert result.outcome.wrong_input

@@ -329,7 +329,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line() -> None:
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
     result = ran(
-        fault(Kind.CHECKPOINT_DAMAGED, 15), checkpoint={"every_steps": 4, "keep": 2}, workers=(2, 2), nodes=(2,)
+        fault(Kind.CHECKPOINT_DAMAGED, 16), checkpoint={"every_steps": 4, "keep": 2}, workers=(2, 2), nodes=(2,)
     )
     ended_well(result)
     (recovery,) = of(result, EventKind.RECOVERY)

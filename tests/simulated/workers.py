@@ -18,9 +18,7 @@ from rayfcp.execute.reports import (
     DeviceReport,
     FileSum,
     Joined,
-    SavedPart,
     find_damage,
-    sum_files,
 )
 from rayfcp.execute.state.copies import reading
 from rayfcp.values import GlobalBatch, KeptStates, ShardHeader, Span, SpanKind, StateId
@@ -47,7 +45,6 @@ class Behavior:
     push_s: float
     skipped: frozenset[int]
     observe: Callable[[str, int, "states.Shard", int], None]
-    disk_fails: Callable[[], str]
     on_step: Callable[[int], None] = lambda _: None
     on_leave: Callable[[], None] = lambda: None
     slowness: dict[str, float] = field(default_factory=dict)
@@ -154,9 +151,6 @@ class SimulatedWorker:
         self._memory = memory
         self._opened_copies: SimulatedCopies | None = None
         self._copied: StateId | None = None
-        self._saving: Deferred | None = None
-        self._saved: SavedPart | None = None
-        self._began_save = 0
         actor.process.when_dead.append(self._died)
 
     def on_call(self) -> None:
@@ -232,7 +226,6 @@ class SimulatedWorker:
             raise RuntimeError("the device is in a generation that it has not left")
         generation = self.generation = self._meetings(meeting)
         self.number, self._step, self._done = number, -1, 0
-        self._saving, self._saved = None, None
         start, stop = self._interval(generation)
         self.shard = None if empty else states.first(self._behavior.size)[start:stop].copy()
         self.version = 0
@@ -282,7 +275,7 @@ class SimulatedWorker:
         start, stop = self._interval(self.generation)
 
         def loaded() -> None:
-            self.shard, self.version = states.read_parts(Path(folder), start=start, stop=stop)
+            self.shard, self.version = states.read_checkpoint(Path(folder), start=start, stop=stop)
             self._behavior.observe(self.id, self.version, self.shard, start)
 
         return self._meet(f"load {folder}", loaded, after_s=0.2)
@@ -346,56 +339,6 @@ class SimulatedWorker:
             self._later(lambda: self._end(result, replace(report, copied=self._copied)), 0.01)
 
         self._later(reduce, usual_s)
-        return result
-
-    def begin_save(self, folder: str) -> None:
-        """Copy now, write in the background; complete only when all devices have written."""
-        assert self.generation is not None and self.shard is not None
-        generation, shard, version = self.generation, self.shard, self.version
-        saving = self._saving = Deferred()
-        began_s, number = self.world.now_s, self.number
-        start, _ = self._interval(generation)
-        key = f"save {folder}"
-
-        def write() -> None:
-            error = self._behavior.disk_fails()
-            names = []
-            if not error:
-                names.append(states.write_part(Path(folder), number, start=start, version=version, shard=shard))
-            else:
-                generation.totals[key] = 1
-
-            def written(broken: Exception | None) -> None:
-                failed = error or ("another device could not write" if generation.totals.get(key) else "")
-                failed = failed or (str(broken) if broken is not None else "")
-                files: tuple[FileSum, ...] = ()
-                try:
-                    files = () if failed else sum_files(folder, names)
-                except OSError as gone:  # the write was given up, and its folder removed
-                    failed = str(gone)
-                part = SavedPart(folder=folder, seconds=self.world.now_s - began_s, files=files, error=failed)
-                if self._saving is saving:
-                    self._saved = part
-                saving.settle(part)
-
-            generation.arrive(key, number, written)
-
-        self.world.at(self.world.random.uniform(0.05, 1.5), write, self.actor.process)
-
-    def finish_save(self) -> Deferred | None:
-        """The part once it is written; None if nothing is being saved."""
-        if self._saving is None:
-            return None
-        result, saving = self._begin(), self._saving
-
-        def finished() -> None:
-            self._saving, self._saved = None, None
-            self._end(result, saving.value)
-
-        if saving.is_settled:
-            self._later(finished)
-        else:
-            saving.listener = finished
         return result
 
     # Faults.
@@ -494,9 +437,6 @@ class SimulatedWorker:
             self.shard = states.updated(self.shard, step=batch.step, samples_hash=batch.samples_hash)
         self.version += 1
         self._behavior.observe(self.id, self.version, self.shard, start)
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._saving = None
         return DeviceReport(
             number=self.number,
             stage=stage,
@@ -512,7 +452,6 @@ class SimulatedWorker:
             message_s=0.0,
             gather_s=(),
             spans=(own,),
-            saved=saved,
         )
 
     def _copy(self, state: StateId) -> None:

@@ -78,6 +78,8 @@ class CheckpointFolder:
     def sweep(self) -> None:
         """Remove dropped folders; those that cannot be removed now are removed by a later call or `open`."""
         for each in list(self._dropped):
+            with suppress(OSError):
+                (each / MANIFEST).unlink()  # first: `open` takes a hidden one that has it for whole
             shutil.rmtree(each, ignore_errors=True)
             if not each.exists():
                 self._dropped.discard(each)

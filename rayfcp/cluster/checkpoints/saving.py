@@ -3,8 +3,10 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,21 @@ from rayfcp.cluster.checkpoints.folder import (
     shares,
     step_of,
 )
-from rayfcp.cluster.runtime import Task
+from rayfcp.cluster.recovery.replication import Replication
+from rayfcp.cluster.runtime import CallError, Task, TaskFailedError
+from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.models import TrainConfig
 from rayfcp.data import Sampler
-from rayfcp.execute.reports import DeviceReport, FileSum, SavedPart, find_wrong_size
+from rayfcp.elastic.recoverable import RecoverableState
+from rayfcp.execute.reports import FileSum, SavedPart, find_wrong_size
+from rayfcp.execute.state.saving import CopyMissingError
 from rayfcp.telemetry.events import COUNTERS_FILE
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.steps import StepLog, read_steps
+from rayfcp.values import StateId
 
 _IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
 
@@ -162,28 +170,37 @@ def _comparable(model: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+LOOK_S = 1.0
+"""Between two looks at stores while the run waits for a checkpoint."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A checkpoint being written. `parts`: reports of the devices, by number; `commit`: runs once all have reported."""
+    """A checkpoint being written from copies of `state`. `numbers`: devices whose copies each node writes. `writes`:
+    references of the parts that are being written, by node's; None before the copies are complete. `problem`: of a
+    write that failed; `may_retry`: not for want of storage. `commit`: runs once all writes have ended."""
 
-    step: int
+    state: StateId
     folder: Path
-    world_size: int
-    parts: dict[int, SavedPart] = field(default_factory=dict)
+    numbers: Mapping[str, Sequence[int]]
+    writes: dict[Any, str] | None = None
+    parts: list[SavedPart] = field(default_factory=list)
+    problem: str = ""
+    may_retry: bool = False
     commit: Task | None = None
 
-    def add(self, number: int, part: SavedPart | None) -> None:
-        """Add the report of a device, unless it is of another write."""
-        if part is not None and part.folder == str(self.folder):
-            self.parts[number] = part
+    @property
+    def step(self) -> int:
+        return self.state.version
 
 
 class Saver:
     """Saves every `checkpoint.every_steps` steps in the background, and once at the end.
 
-    A checkpoint is committed when all devices have reported that their part is on disk; training continues meanwhile.
-    While a write is under way no other begins; one that fails is logged, counted and dropped. `saved_step`: step of the
-    newest checkpoint, 0 without one.
+    Devices copy their state to shared memory and go on; the snapshot store of each node writes these copies, which stay
+    until it has, whatever happens to the devices. The checkpoint is committed once all parts are on disk. While a write
+    is under way no other begins; one that fails is logged, counted and dropped. `saved_step`: step of the newest
+    checkpoint, 0 without one.
 
     Raises:
         RunAbortedError: from most methods, when more than `checkpoint.max_failures` saves failed in a row.
@@ -194,14 +211,16 @@ class Saver:
         config: Config,
         *,
         resume: Resume,
-        worker_group: WorkerGroup,
+        replication: Replication,
+        cluster_state: ClusterState,
         metrics: MetricsExporter,
         log: Callable[[str], None],
     ) -> None:
         self._config, self.resume, self._folder, self._log = config, resume, resume.folder, log
-        self._worker_group, self._metrics = worker_group, metrics
+        self._replication, self._state, self._metrics = replication, cluster_state, metrics
         self._pending: _Pending | None = None
-        self._run_in_background = worker_group.runtime.background("checkpoint-commit")
+        self._runtime = cluster_state.worker_group.runtime
+        self._run_in_background = self._runtime.background("checkpoint-commit")
         self._failures = 0
         self.saved_step = resume.step
         metrics.set_checkpoint(self.saved_step)
@@ -213,93 +232,138 @@ class Saver:
 
     def fall_back(self) -> int:
         """Load the newest intact checkpoint; return its step, 0 without one."""
-        if self._pending is not None:  # abandoned if it was not on disk
-            self._conclude(self._pending)
-        self.saved_step = self.resume.fall_back(self._worker_group)
+        self.abandon()
+        if self._pending is not None:
+            self._wait(self._pending)
+        self.saved_step = self.resume.fall_back(self._state.worker_group)
         self._metrics.set_checkpoint(self.saved_step)
         return self.saved_step
 
-    def after_step(self, step: int, *, ranks: Sequence[DeviceReport]) -> None:
-        """Commit a checkpoint that is on disk; begin a write if one is due."""
+    def wants(self, step: int) -> bool:
+        """Whether devices shall copy the state after `step` for a checkpoint."""
+        return self._is_due(step) and self._pending is None
+
+    def after_step(self, step: int) -> None:
+        """Commit a checkpoint that is on disk; begin a write if one is due, for which `wants` was asked before."""
         pending = self._pending
         if pending is not None:
-            for report in ranks:
-                pending.add(report.number, report.saved)
-            if pending.commit is None and len(pending.parts) == pending.world_size:
-                self._commit(pending)
+            if pending.writes is None:  # copies are complete before the next update
+                self._write(pending)
+            self._collect(pending)
             if pending.commit is not None and pending.commit.done():
                 self._limit_failures(self._conclude(pending))
-        every = self._config.checkpoint.every_steps
-        if every and step % every == 0 and step < self._config.train.steps:
-            if self._pending is None:
-                self._begin(step)
-            else:
-                self._log(
-                    f"checkpoint of step {self._pending.step} is still being written; that of step {step} is skipped"
-                )
+        if self._is_due(step) and pending is not None:
+            self._log(f"checkpoint of step {pending.step} is still being written; that of step {step} is skipped")
+        elif self._is_due(step):
+            pending = self._begin(step)
+            if self._replication.states.here == pending.state:
+                self._write(pending)
 
     def save_now(self, step: int) -> None:
-        """Begin a write, unless one is under way."""
+        """Begin to write the state after `step` steps, which devices hold, unless a write is under way."""
         if self._pending is None and step > self.saved_step:
-            self._begin(step)
-
-    def finish(self) -> None:
-        """Wait for the write under way and commit it, before devices leave."""
-        if self._pending is not None:
-            self._limit_failures(self._wait(self._pending))
+            self._replication.copy_now(step)
+            self._write(self._begin(step))
 
     def abandon(self) -> None:
-        """Give up the write under way, as devices were lost, unless all of it is on disk. Its folder is removed later,
-        since remaining devices may still write there."""
-        if self._pending is not None and self._pending.commit is None:
-            self._folder.drop(self._pending.folder)
+        """Give up a checkpoint whose copies may not be complete, as devices were lost."""
+        if self._pending is not None and self._pending.writes is None:
             self._pending = None
+            self._replication.end_lease()
 
     def last(self, step: int) -> Path | None:
-        """Save the last step and wait until it is on disk; None if no step was done at all.
+        """Save the last step, which devices hold, and wait until it is on disk; None if no step was done at all.
 
         Raises:
             RunAbortedError: it could not be written.
+            RanksLostError: a device is gone before its state was copied.
         """
-        if self._pending is not None:
-            self._wait(self._pending)
-        if step > self.saved_step:
-            problem = self._wait(self._begin(step))
-            if problem:
+        pending = self._pending
+        if pending is not None:
+            if pending.writes is None:
+                self._replication.copy_now(step)
+            self._wait(pending)
+        while step > self.saved_step:
+            self._replication.copy_now(step)
+            pending = self._begin(step)
+            problem = self._wait(pending)
+            if problem and not (pending.may_retry and self._failures <= self._config.checkpoint.max_failures):
                 raise RunAbortedError(
                     f"the last checkpoint, of step {step}, could not be written ({problem}); {self._remedy()}"
                 )
+            if problem:
+                self._replication.copy_again(step)
         return self._folder.latest()
 
+    def rescue(self, found: RecoverableState) -> str:
+        """Save a state of which copies were found, without devices; return the problem, empty if none."""
+        if self._pending is not None:
+            self._wait(self._pending)
+        if found.state is None or found.state.version <= self.saved_step:
+            return ""
+        numbers = defaultdict(list)
+        for copy in found.copies:
+            numbers[copy.node_id].append(copy.header.number)
+        return self._wait(self._pend(found.state, numbers))
+
+    def _is_due(self, step: int) -> bool:
+        every = self._config.checkpoint.every_steps
+        return every is not None and step % every == 0 and step < self._config.train.steps
+
     def _begin(self, step: int) -> _Pending:
-        folder = self._folder.unfinished(step).absolute()
-        # Set before the calls: a loss during them must find what to give up.
-        pending = self._pending = _Pending(step=step, folder=folder, world_size=len(self._worker_group))
-        self._worker_group.call(lambda _, worker: worker.begin_save.remote(str(folder)))
-        return pending
+        return self._pend(*self._replication.lease(step))
+
+    def _pend(self, state: StateId, numbers: Mapping[str, Sequence[int]]) -> _Pending:
+        folder = self._folder.unfinished(state.version).absolute()
+        self._pending = _Pending(state=state, folder=folder, numbers=numbers)
+        return self._pending
+
+    def _write(self, pending: _Pending) -> None:
+        stores = self._state.snapshot_stores
+        pending.writes = stores.save(pending.state, pending.numbers, folder=str(pending.folder))
+
+    def _collect(self, pending: _Pending) -> None:
+        """Take up parts that are on disk; commit once no more are written."""
+        writes = pending.writes or {}
+        for ref in self._runtime.wait_all(list(writes), timeout_s=0):
+            node = writes.pop(ref)
+            try:
+                pending.parts.append(self._runtime.get(ref))
+            except TaskFailedError as error:
+                pending.problem = " ".join(str(error).split())
+                pending.may_retry = isinstance(error.cause, CopyMissingError)
+            except CallError as error:
+                pending.problem = f"the snapshot store on {node[:8]} is lost: {' '.join(str(error).split())}"
+                pending.may_retry = True
+                self._state.replace_store(node)
+        if not writes and pending.commit is None:
+            self._replication.end_lease()
+            self._commit(pending)
 
     def _wait(self, pending: _Pending) -> str:
         """Wait until it is committed; return the problem, empty if none."""
-        if pending.commit is None:
-            for number, part in enumerate(self._worker_group.call(lambda _, worker: worker.finish_save.remote())):
-                pending.add(number, part)
-            self._commit(pending)
+        if pending.writes is None:
+            self._write(pending)
+        end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
+        while pending.commit is None:
+            self._runtime.wait(list(pending.writes or ()), timeout_s=LOOK_S)
+            self._collect(pending)
+            if self._runtime.now_s() > end_s:  # a store that hangs would never end its write
+                self._state.snapshot_stores.end_lost()
+                end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
         return self._conclude(pending)
 
     def _commit(self, pending: _Pending) -> None:
         """Commit in the background: on slow storage renaming and removing are slow too."""
-        parts = [part for _, part in sorted(pending.parts.items())]
         manifest = Manifest(
             step=pending.step,
-            world_size=pending.world_size,
+            world_size=sum(map(len, pending.numbers.values())),
             model=self.resume.model,
             data=self.resume.sampler.state(pending.step),
-            files=tuple(sorted((each for part in parts for each in part.files), key=lambda file: file.name)),
+            files=tuple(file for part in pending.parts for file in part.files),
         )
-        problem = next((part.error for part in parts if part.error), "")
-        if len(parts) < pending.world_size:
-            problem = f"{len(parts)} of {pending.world_size} devices wrote their part"
-        pending.commit = self._run_in_background(_commit, self._folder, pending.folder, manifest, problem)
+        complete = partial(_complete, pending.folder, pending.parts, manifest, train=self._config.train)
+        pending.commit = self._run_in_background(_commit, self._folder, pending.folder, complete, pending.problem)
 
     def _conclude(self, pending: _Pending) -> str:
         """Wait for the commit and count it; return the problem, empty if none."""
@@ -312,7 +376,7 @@ class Saver:
             self._log(f"checkpoint of step {pending.step} could not be written: {problem}")
         else:
             self.saved_step, self._failures = pending.step, 0
-            seconds = max(part.seconds for part in pending.parts.values())
+            seconds = max(part.seconds for part in pending.parts)
             self._metrics.observe_checkpoint(seconds, step=pending.step)
         return problem
 
@@ -329,13 +393,23 @@ class Saver:
         return f"the newest good one is {newest or 'none'}; make {self._folder.root} writable, free space, and restart"
 
 
-def _commit(checkpoints: CheckpointFolder, unfinished: Path, manifest: Manifest, problem: str) -> str:
-    """Commit the checkpoint, or remove it if there is a `problem`; return the problem, empty if none."""
+def _complete(folder: Path, parts: Sequence[SavedPart], manifest: Manifest, *, train: TrainConfig) -> Manifest:
+    """Write the index of a checkpoint; return the manifest with its files."""
+    from rayfcp.execute.state.checkpoint import write_index
+
+    files = (*manifest.files, *write_index(folder, parts, step=manifest.step, config=train))
+    return replace(manifest, files=tuple(sorted(files, key=lambda file: file.name)))
+
+
+def _commit(checkpoints: CheckpointFolder, unfinished: Path, complete: Callable[[], Manifest], problem: str) -> str:
+    """Complete and commit the checkpoint, or remove it if there is a `problem`; return the problem, empty if none."""
     if not problem:
         try:
-            checkpoints.commit(unfinished, manifest)
+            checkpoints.commit(unfinished, complete())
         except OSError as error:
             problem = f"{error.strerror}: {error.filename}"
+        except ValueError as error:
+            problem = str(error)
     if problem:
         checkpoints.drop(unfinished)
     checkpoints.sweep()

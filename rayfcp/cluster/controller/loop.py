@@ -17,7 +17,7 @@ from rayfcp.elastic.facts import Failure
 from rayfcp.elastic.recoverable import RecoverableState
 from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.live import RunState
-from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move
+from rayfcp.values import ClusterSpec, Decision, Move
 
 
 class StoppedError(Exception):
@@ -138,7 +138,6 @@ class TrainingLoop:
             return version
         self._log(decision.reason)
         before, since_s = len(self._state.ids), self._runtime.now_s()
-        self._saver.finish()
         self._stepper.replication.copy_now(version)
         cluster = self._state.spec(decision)
         self._stepper.plan_for(cluster, decision.devices, version=version)
@@ -178,9 +177,9 @@ class TrainingLoop:
     def _recover(self, failure: Failure, *, step: int) -> tuple[Decision, int]:
         decision = self._state.await_devices(failure, stopping=self._stopping)
         if decision.what is Move.GIVE_UP:
-            raise RunAbortedError(f"{decision.reason}{self._rescue(failure)}")
+            raise RunAbortedError(f"{decision.reason}{self._rescue()}")
         if not decision.devices:
-            self._rescue(failure)
+            self._rescue()
             raise StoppedError
         self._state.on_recovery(failure)
         self._stepper.replication.after_loss(failure)
@@ -213,22 +212,19 @@ class TrainingLoop:
         )
         self._journal.record.add_event(event)
 
-    def _rescue(self, failure: Failure) -> str:
-        """Save the newest state in memory, if no checkpoint has it, with the devices that are left, too few to
-        continue with. Return a clause that says so."""
+    def _rescue(self) -> str:
+        """Save the newest state in memory, if no checkpoint has it. Return a clause that says so."""
         found = self._state.newest_state(up_to=self._stepper.last_finished)
-        decision = self._state.decide_for_any(failure)
-        if found.state is None or found.state.version <= self._saver.saved_step or not decision.devices:
+        if found.state is None or found.state.version <= self._saver.saved_step:
             return ""
         step = found.state.version
-        self._log(f"saving step {step} with the {len(decision.devices)} devices that are left")
-        try:
-            self._state.form(decision, self._state.spec(decision), empty=True)
-            self._state.restore(found)
-            checkpoint = self._saver.last(step)
-        except (RanksLostError, RunAbortedError, InfeasiblePlanError) as error:
-            return f"; step {step} could not be saved: {' '.join(str(error).split())}"
-        return f"; step {step} is saved in {checkpoint}"
+        self._log(f"saving step {step} from copies in memory")
+        problem = self._saver.rescue(found)
+        return (
+            f"; step {step} could not be saved: {problem}"
+            if problem
+            else f"; step {step} is saved in {self._saver.saved}"
+        )
 
     def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
         """Form the decision's generation from the newest state in memory, else from a checkpoint; return the steps in

@@ -22,7 +22,6 @@ from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.stragglers import Speeds
 from rayfcp.execute.reports import DeviceFullError, DeviceReport, Joined
 from rayfcp.plan import CostModel
-from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
 
@@ -47,6 +46,7 @@ class Stepper:
         *,
         plans: PlanQueue,
         journal: Journal,
+        replication: Replication,
         saver: Saver,
         guard: "NumberGuard",
         cost: CostModel,
@@ -62,9 +62,7 @@ class Stepper:
         self._times = StepTimes()
         self._finished: tuple[PlannedStep, list[DeviceReport]] | None = None
         """The last step, until it is learned from."""
-        self.replication = Replication(
-            config, cluster_state, version=version, metrics=journal.metrics, log=self._on_intervals
-        )
+        self.replication = replication
         self._again_to = 0
         """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
@@ -136,16 +134,9 @@ class Stepper:
         self.replication.after_step(devices, step_s=step_s)
         copied_s = max(each.snapshot_s for each in devices)
         self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
-        self.saver.after_step(step, ranks=devices)
+        self.saver.after_step(step)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
-
-    def _on_intervals(self, text: str) -> None:
-        """Log how often the state is copied, and record it for the report."""
-        self._log(text)
-        step, at_s, devices = self.last_finished, self._runtime.epoch_s(), len(self.cluster_state.ids)
-        told = Event(kind=EventKind.COPIES, step=step, at_s=at_s, devices=devices, devices_before=devices, reason=text)
-        self.journal.record.add_event(told)
 
     def _commit(self, planned: PlannedStep, devices: list[DeviceReport], report: StepReport) -> None:
         """Write down a finished step."""
@@ -177,7 +168,8 @@ class Stepper:
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """References of the reports, one per device."""
-        cluster, (snapshot, kept) = self.cluster_state.cluster, self.replication.order(step)
+        cluster = self.cluster_state.cluster
+        snapshot, kept = self.replication.order(step, saved=self.saver.wants(step))
         refs: list[object] = []
         for number, worker in enumerate(self.cluster_state.worker_group.workers):
             place = number // cluster.tensor_parallel

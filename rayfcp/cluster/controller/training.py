@@ -17,6 +17,7 @@ from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.history import History
+from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.room import check_room
 from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime import Runtime, TaskFailedError
@@ -29,6 +30,7 @@ from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, adopt_le
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
+from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, StepReport
 from rayfcp.values.devices import DEVICES
@@ -163,15 +165,22 @@ class Controller:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> TrainingLoop:
-        config, worker_group = self._config, cluster_state.worker_group
+        config, metrics, log = self._config, journal.metrics, self._log
+        replication = Replication(
+            config, cluster_state, version=initial.version, metrics=metrics, log=self._on_intervals
+        )
+        saver = Saver(
+            config, resume=resume, replication=replication, cluster_state=cluster_state, metrics=metrics, log=log
+        )
         stepper = Stepper(
             config,
             cluster_state,
             plans=plans,
             journal=journal,
-            saver=Saver(config, resume=resume, worker_group=worker_group, metrics=journal.metrics, log=self._log),
+            replication=replication,
+            saver=saver,
             guard=NumberGuard(config, data_dir=self._data_dir, log=self._log),
-            cost=costs.guess(worker_group, initial.cluster),
+            cost=costs.guess(cluster_state.worker_group, initial.cluster),
             version=initial.version,
             log=self._log,
             on_report=self.reports.append,
@@ -186,6 +195,21 @@ class Controller:
             log=self._log,
             announce=self._announce,
         )
+
+    def _on_intervals(self, text: str) -> None:
+        """Log how often the state is copied, and record it for the report."""
+        self._log(text)
+        assert self.journal is not None
+        last = self.reports[-1]
+        event = Event(
+            kind=EventKind.COPIES,
+            step=last.step,
+            at_s=self._runtime.epoch_s(),
+            devices=last.world_size,
+            devices_before=last.world_size,
+            reason=text,
+        )
+        self.journal.record.add_event(event)
 
     def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
         cluster, found = initial.cluster, len(cluster_state.worker_group.all)

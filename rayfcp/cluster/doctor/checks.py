@@ -273,9 +273,11 @@ def host_memory(facts: Facts) -> Findings:
 def shared_memory(facts: Facts) -> Findings:
     """Shared memory for copies of the state on the nodes with devices."""
     nodes = _nodes_of_run(facts)
-    if facts.num_parameters is None or not nodes or facts.config.elastic.snapshot_every_steps == 0:
+    if facts.num_parameters is None or not nodes:
         return
-    number, share = copies_of_state(len(nodes)), COPY_BYTES * facts.num_parameters / len(nodes)
+    for_recovery = facts.config.elastic.snapshot_every_steps != 0
+    number = copies_of_state(len(nodes), for_recovery=for_recovery)
+    share = COPY_BYTES * facts.num_parameters / len(nodes)
     least = min(nodes, key=lambda node: min(node.shm_bytes, node.memory_bytes))
     have = min(least.shm_bytes, int(MEMORY_SHARE * least.memory_bytes))
     what = f"{size(have)} for copies of the state in memory, {number} of {size(share)} are made on a node"

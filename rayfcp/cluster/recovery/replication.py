@@ -4,6 +4,7 @@ import logging
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError
@@ -101,14 +102,52 @@ class Replication:
             self.states = self.states.after(dict(zip(self._state.ids, copied, strict=True)))
             self._taken = version
 
-    def order(self, step: int) -> tuple[StateId | None, KeptStates]:
-        """The copy that devices make after `step`, if any, and the states whose copies they keep."""
-        if not self.is_on:
-            return None, KeptStates(since=StateId(version=step, generation=self.states.generation))
-        if step - self._taken < self.intervals.here:
-            return None, self.states.kept
+    def copy_again(self, version: int) -> None:
+        """Make all devices copy the current state, though they have: copies or stores are lost.
+
+        Raises:
+            RanksLostError: a device is gone.
+        """
+        self._state.renew_stores()
+        self._note_assigned()
+        self.states = self.states.without_here()
+        self.copy_now(version)
+
+    def order(self, step: int, *, saved: bool = False) -> tuple[StateId | None, KeptStates]:
+        """The copy that devices make after `step`, if any, and the states whose copies they keep. `saved`: a checkpoint
+        of that state is due."""
+        kept = self._kept(step)
+        is_due = self.is_on and step - self._taken >= self.intervals.here
+        if not is_due and not saved:
+            return None, kept
         self._taken = step
-        return StateId(version=step, generation=self.states.generation), self.states.kept
+        return StateId(version=step, generation=self.states.generation), kept
+
+    def _kept(self, step: int) -> KeptStates:
+        """States whose copies are needed while `step` runs. Those of checkpoints serve no recovery, and go then."""
+        if self.is_on:
+            return self.states.kept
+        leased = frozenset([self.states.leased] if self.states.leased is not None else [])
+        return KeptStates(since=StateId(version=step, generation=self.states.generation), states=leased)
+
+    def lease(self, version: int) -> tuple[StateId, dict[str, list[int]]]:
+        """Keep the copies of the state after `version` steps, which were ordered, until `end_lease`, whatever happens
+        to the generation. Return the state, and the numbers of the devices of each node that make them."""
+        state = StateId(version=version, generation=self.states.generation)
+        self.states = replace(self.states, leased=state)
+        return state, self._numbers()
+
+    def end_lease(self) -> None:
+        """Drop copies that are kept for nothing else."""
+        self.states = replace(self.states, leased=None)
+        self._stores.drop(self._kept(self._taken + 1))
+
+    def _numbers(self) -> dict[str, list[int]]:
+        """Devices of each node."""
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for number, member in enumerate(self._state.worker_group.members):
+            numbers[member.facts.node_id].append(number)
+        return numbers
 
     def after_loss(self, failure: Failure) -> None:
         """Take note of a loss, for the intervals."""
@@ -117,10 +156,10 @@ class Replication:
 
     def after_step(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Take note of the copies that were made, and send those that are due."""
+        copied = {id: report.copied for id, report in zip(self._state.ids, devices, strict=True)}
+        self.states = self.states.after(copied)
         if self.is_on:
             self._measure(devices, step_s=step_s)
-            copied = {id: report.copied for id, report in zip(self._state.ids, devices, strict=True)}
-            self.states = self.states.after(copied)
             self._proceed()
 
     def await_safe(self, step: int) -> None:
@@ -195,11 +234,8 @@ class Replication:
         state = self.states.to_send(every=self.intervals.send)
         if state is None or self._is_failed or not self._sends:
             return
-        numbers: dict[str, list[int]] = defaultdict(list)
-        for number, member in enumerate(self._state.worker_group.members):
-            numbers[member.facts.node_id].append(number)
         try:
-            pushes = self._stores.push(state, numbers)
+            pushes = self._stores.push(state, self._numbers())
         except CallError as error:
             logger.warning("a snapshot store cannot be opened: %s", error)
             self._is_failed, pushes = True, None

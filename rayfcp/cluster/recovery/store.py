@@ -1,5 +1,5 @@
-"""The snapshot store of a node: an actor that gives copies of shards to those who need them, and sends them to another
-node. The copies are files in shared memory: they outlive it.
+"""The snapshot store of a node: an actor that gives copies of shards to those who need them, sends them to another
+node, and writes them to checkpoints. The copies are files in shared memory: they outlive it.
 
 Loads neither torch nor the model library, so that it starts quickly and needs little memory.
 """
@@ -19,7 +19,9 @@ import ray
 from rayfcp.cluster.recovery.transfer import Listener, Peer, send_copies
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config
+from rayfcp.execute.reports import SavedPart
 from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder, remove_abandoned
+from rayfcp.execute.state.saving import write_part
 from rayfcp.values import KeptStates, ShardHeader, StateId
 
 if TYPE_CHECKING:
@@ -99,6 +101,16 @@ class SnapshotStore:
             self._copies, state, numbers=numbers, to=to, patience_s=self._elastic.hang_min_s, bytes_per_s=bytes_per_s
         )
         return time.monotonic() - began_s
+
+    def save(self, state: StateId, numbers: Sequence[int], *, folder: str) -> SavedPart:
+        """Write the shards of these devices to a checkpoint; see `write_part`. Their copies stay meanwhile, whoever
+        drops them.
+
+        Raises:
+            SaveError: they could not be written.
+        """
+        self._watch.on_call()
+        return write_part(self._copies, state, numbers=numbers, folder=Path(folder))
 
     def drop(self, kept: KeptStates) -> None:
         """Drop copies of all other states, but for those whose writers live."""

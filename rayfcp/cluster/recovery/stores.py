@@ -1,4 +1,5 @@
-"""The snapshot stores of a run: one actor per node, which sends the copies of its node to the next one in a ring."""
+"""The snapshot stores of a run: one actor per node, which sends the copies of its node to the next one in a ring, and
+writes them to checkpoints."""
 
 import logging
 from collections import defaultdict
@@ -107,6 +108,11 @@ class SnapshotStores:
             self.stores[node].push.remote(state, list(numbers[node]), to=peers[target].peer, bytes_per_s=bytes_per_s)
             for node, target in targets.items()
         ]
+
+    def save(self, state: StateId, numbers: Mapping[str, Sequence[int]], *, folder: str) -> dict[Any, str]:
+        """Make each node write its devices' copies to a checkpoint: references of the parts, with the nodes."""
+        self._start(numbers)
+        return {self.stores[node].save.remote(state, list(all), folder=folder): node for node, all in numbers.items()}
 
     def drop(self, kept: KeptStates) -> None:
         """Drop copies of all other states that were received, or whose writers are dead."""

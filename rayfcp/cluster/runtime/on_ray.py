@@ -49,7 +49,7 @@ call of `ray.wait` takes time in proportion to the references, so that one call 
 _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
     Role.CONTROLLER: ("controller.training", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
     Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
-    Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 4}),
+    Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 6}),
     Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
     Role.DECODER: (
         "planning.decoders",
@@ -69,14 +69,15 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayRuntime:
-    """The cluster that this process is connected to. `worker`: class of the devices' actors, `DeviceWorker` if None."""
+    """The cluster that this process is connected to. `worker`, `store`: classes of these actors, `DeviceWorker` and
+    `SnapshotStore` if None."""
 
-    def __init__(self, worker: type | None = None) -> None:
-        self._worker = worker
+    def __init__(self, worker: type | None = None, store: type | None = None) -> None:
+        self._given = {Role.WORKER: worker, Role.STORE: store}
         self._classes: dict[Role, Any] = {}
 
     def __reduce__(self) -> Any:
-        return RayRuntime, (self._worker,)
+        return RayRuntime, tuple(self._given.values())
 
     def start(self, spec: ActorSpec, /, *args: Any, **kwargs: Any) -> Any:
         if spec.role not in self._classes:
@@ -230,7 +231,7 @@ class RayRuntime:
     def _class_of(self, role: Role) -> Any:
         """Class of a role's actors for `ray.remote`; imported here, since its module uses this one or loads much."""
         module, name, options = _ACTORS[role]
-        found: Any = self._worker if role is Role.WORKER else None
+        found: Any = self._given.get(role)
         return ray.remote(**options)(found or getattr(importlib.import_module(f"rayfcp.cluster.{module}"), name))
 
 

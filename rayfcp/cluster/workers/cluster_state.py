@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from rayfcp.cluster.dataset import Dataset
@@ -106,12 +105,6 @@ class ClusterState:
             return Decision(what=Move.GO_ON, reason="the devices are unchanged")
         return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
 
-    def decide_for_any(self, failure: Failure) -> Decision:
-        """Decision after a loss if the fewest devices that hold the model were enough."""
-        facts = self._facts(failure=failure, waiting_since_s=None)
-        least = replace(facts.limits, min_devices=facts.limits.tensor_parallel)
-        return decide(replace(facts, limits=least, setbacks=Setbacks()), now_s=self._runtime.now_s())
-
     def await_devices(self, failure: Failure | None, *, stopping: Flag) -> Decision:
         """Decision after a loss, or before the first generation, once it is not to wait."""
         since_s: float | None = None
@@ -171,6 +164,12 @@ class ClusterState:
     def assign_stores(self) -> None:
         """Give every node a store, which also kills processes that hang, and another node for its copies that stays."""
         self.snapshot_stores.assign(self.worker_group.all, avoid=self._nodes.draining)
+
+    def replace_store(self, node_id: str) -> None:
+        """End a store that does not work; a node that is alive gets another."""
+        self.snapshot_stores.forget(node_id)
+        if node_id in self._nodes.alive:
+            self.assign_stores()
 
     def end_draining_standbys(self) -> None:
         """End the devices that stand by on draining nodes."""

@@ -20,7 +20,7 @@ from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
-from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, SavedPart, find_damage
+from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
 from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, ShardHeader, StateId
@@ -322,12 +322,6 @@ class DeviceWorker:
         from rayfcp.cluster.dataset import described_model
 
         return described_model(self._config, vocab_size=self._vocab_size)[1]
-
-    def begin_save(self, folder: str) -> None:
-        self._engine.begin_save(folder)
-
-    def finish_save(self) -> SavedPart | None:
-        return self._engine.finish_save()
 
     def verify(self, folder: str, sums: Sequence[FileSum]) -> str | None:
         """Damage of these files of a checkpoint, None without any."""

@@ -1,9 +1,14 @@
-"""Sharded checkpoints: each device writes its own part in the background; any number of devices can read them."""
+"""Sharded checkpoints of torch.distributed.checkpoint: made of parts that others wrote; read by any number of devices.
 
+The state has the names and keys of `get_state_dict` with the options `_BY_NAME`.
+"""
+
+import io
 import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,106 +16,160 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from rayfcp.execute.reports import FileSum, SavedPart, sum_files
+from rayfcp.config.models import TrainConfig
+from rayfcp.execute.optimization import options_of
+from rayfcp.execute.reports import FileSum, SavedPart, SavedTensor, sum_files
+from rayfcp.values.state import BUFFER, PARAMETER, Box
 
 _BY_NAME = StateDictOptions(strict=True, flatten_optimizer_state_dict=True)
 """Optimizer state is keyed by parameter name, not by its position in groups, which differ between stages. What two
 stages hold has one name, and is written once."""
 
+Key = tuple[str, str]
+"""Section of the state, and key in it."""
 
-class CheckpointWriter:
-    """Writes one checkpoint at a time off the critical path.
+COMMON, METADATA = "__common_0.distcp", ".metadata"
+"""Files besides those of shards: what is the same for all parameters, and the index of all files."""
 
-    The state is copied to host memory before `begin` returns, so the next update cannot tear it. Only the control group
-    is used, exclusively while a write is in progress. A storage failure never raises here: it fails the write of all
-    devices, and each reports it.
+
+def write_index(folder: Path, parts: Sequence[SavedPart], *, step: int, config: TrainConfig) -> tuple[FileSum, ...]:
+    """Complete a checkpoint of the state after `step`, whose parts are on disk; return the sums of its further files.
+
+    Raises:
+        ValueError: the parts do not hold each tensor once.
+        OSError: it cannot be written.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._writing: Future[SavedPart] | None = None
-
-    def begin(self, folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer) -> None:
-        """Start writing to `folder`; waits for an earlier write first. Every rank must call it."""
-        self.finish()
-        began_s = time.perf_counter()
-        if not optimizer.state:
-            # Before the first update torch initializes the state by an empty step, but only without gradients.
-            optimizer.zero_grad(set_to_none=True)
-        model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
-        written = dcp.async_save(
-            {"model": model_state, "optimizer": optimizer_state},
-            storage_writer=_Writer(folder),
-            process_group=self._group,
-        )
-        own = (f"__{dist.get_rank(self._group)}_*", *([".metadata"] if dist.get_rank(self._group) == 0 else []))
-        assert isinstance(written, Future)  # without a stager of its own
-        self._writing = ended = Future[SavedPart]()
-        written.add_done_callback(lambda each: _conclude(ended, each, folder, own=own, began_s=began_s))
-
-    def finished(self) -> SavedPart | None:
-        """Result of a write that has ended, once; None while it is in progress or if there is none."""
-        return self.finish() if self._writing is not None and self._writing.done() else None
-
-    def finish(self) -> SavedPart | None:
-        """Wait until the write has ended and return its result; None if none was in progress."""
-        writing, self._writing = self._writing, None
-        return writing.result() if writing is not None else None
-
-    def abandon(self) -> None:
-        """Forget the write in progress after its group was aborted: it ends by itself, unreported."""
-        self._writing = None
+    shards: dict[tuple[str, str], list[SavedTensor]] = defaultdict(list)
+    for each in (tensor for part in parts for tensor in part.tensors):
+        shards[each.entry.name, each.entry.kind].append(each)
+    scalars = {name: value for part in parts for name, value in part.scalars.items()}
+    index, options = _Index(), _Options(config, step=step)
+    trained: set[str] = set()
+    for (name, kind), tensors in shards.items():
+        if kind in (PARAMETER, BUFFER):
+            index.add_shards(("model", name), tensors)
+            continue
+        index.add_shards(("optimizer", f"state.{name}.{kind}"), tensors)
+        if name not in trained:
+            trained.add(name)
+            for scalar, value in scalars.items():
+                index.add_scalar(("optimizer", f"state.{name}.{scalar}"), value)
+            for option, value in options[len(tensors[0].entry.box.sizes)].items():
+                index.add_object(("optimizer", f"param_groups.{name}.{option}"), value)
+    index.write(folder)
+    return sum_files(folder, [COMMON, METADATA])
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Raises storage errors as one line: they are sent to all ranks, and not every exception can be pickled."""
+class _Options(dict[int, dict[str, Any]]):
+    """Options of the optimizer after a step, by the number of a parameter's dimensions."""
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            raise OSError(_in_one_line(error)) from None
+    def __init__(self, config: TrainConfig, *, step: int) -> None:
+        self._config, self._step = config, step
 
-
-def _conclude(
-    ended: Future[SavedPart], written: Future[Any], folder: Path, *, own: Sequence[str], began_s: float
-) -> None:
-    """Checksum what this device wrote, in the thread that wrote it; only `finish` waits for that."""
-    files: tuple[FileSum, ...] = ()
-    failure = written.exception()
-    problem = "" if failure is None else _in_one_line(failure)
-    if not problem:
-        try:
-            files = sum_files(folder, [path.name for pattern in own for path in folder.glob(pattern)])
-        except OSError as error:
-            problem = _in_one_line(error)
-    ended.set_result(SavedPart(folder=str(folder), seconds=time.perf_counter() - began_s, files=files, error=problem))
+    def __missing__(self, num_dimensions: int) -> dict[str, Any]:
+        self[num_dimensions] = options_of(num_dimensions, self._config, step=self._step)
+        return self[num_dimensions]
 
 
-def _in_one_line(error: BaseException) -> str:
-    """The error of the lowest failed rank, without tracebacks."""
-    if isinstance(error, dcp.api.CheckpointException):
-        rank, (error, _) = min(error.failures.items())
-        return f"rank {rank}: {_in_one_line(error)}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+class _Index:
+    """Metadata of a checkpoint, and its small values, each of which is written once, whatever has it."""
+
+    def __init__(self) -> None:
+        self._common = bytearray()
+        self._places: dict[str, _StorageInfo] = {}
+        self._state: dict[str, Any] = {}
+        self._paths: dict[str, Key] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add_shards(self, path: Key, saved: Sequence[SavedTensor]) -> None:
+        boxes = {tensor.entry.box: tensor for tensor in saved}
+        ends = [[at + size for at, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
+        sizes = tuple(map(max, zip(*ends, strict=True)))
+        if prod(sizes) != sum(box.num_elements for box in boxes):
+            raise ValueError(
+                f"{path[1]} has {prod(sizes)} elements, parts hold {sum(box.num_elements for box in boxes)}"
+            )
+        key = self._add(path, _tensor(saved[0].entry.dtype, sizes, boxes))
+        for number, (box, tensor) in enumerate(boxes.items()):
+            place = _StorageInfo(tensor.file, tensor.start_byte, tensor.num_bytes)
+            self._storage[MetadataIndex(key, box.offsets, number)] = place
+
+    def add_scalar(self, path: Key, value: float) -> None:
+        """Add a number that the optimizer holds as a tensor."""
+        key = self._add(path, _tensor("float32", (), [Box(offsets=(), sizes=())]))
+        self._storage[MetadataIndex(key, (), 0)] = self._place_of(torch.tensor(value, dtype=torch.float32))
+
+    def add_object(self, path: Key, value: object) -> None:
+        key = self._add(path, BytesStorageMetadata())
+        self._storage[MetadataIndex(key)] = self._place_of(value)
+
+    def write(self, folder: Path) -> None:
+        meta = StorageMeta(checkpoint_id=folder)
+        content = Metadata(self._state, self._paths, self._storage, meta, CURRENT_DCP_VERSION)
+        for name, data in ((COMMON, bytes(self._common)), (METADATA, pickle.dumps(content))):
+            with (folder / name).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _add(self, path: Key, described: Any) -> str:
+        key = ".".join(path)
+        self._state[key], self._paths[key] = described, path
+        return key
+
+    def _place_of(self, value: object) -> _StorageInfo:
+        if (written := self._places.get(repr(value))) is None:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            data = stream.getvalue()
+            written = self._places[repr(value)] = _StorageInfo(COMMON, len(self._common), len(data))
+            self._common += data
+        return written
+
+
+def _tensor(dtype: str, sizes: tuple[int, ...], boxes: Iterable[Box]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=getattr(torch, dtype)),
+        size=torch.Size(sizes),
+        chunks=[ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in boxes],
+    )
 
 
 def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Fill a sharded model and its optimizer from `folder`, written by any number of ranks.
+    """Fill a sharded model and its optimizer from `folder`, written by any number of ranks. A checkpoint before the
+    first update has no optimizer state, and leaves none.
 
     Raises:
         ValueError: the checkpoint is of another model.
     """
-    model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {"model": get_model_state_dict(module, options=_BY_NAME)}
+    if has_optimizer := any(key.startswith("optimizer.") for key in keys):
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_BY_NAME)
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:
         raise ValueError(f"checkpoint {os.fspath(folder)} does not fit this model; {error}") from error
-    set_state_dict(
-        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_BY_NAME
-    )
+    set_model_state_dict(module, state["model"], options=_BY_NAME)
+    if has_optimizer:
+        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_BY_NAME)
+    else:
+        optimizer.state.clear()

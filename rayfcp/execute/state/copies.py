@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import ITEMSIZES, Box, KeptStates, ShardEntry, ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ Wanted = tuple[str, str, Box]
 PAGE = 4096
 COPY, UNFINISHED, LOCK = ".copy", ".new", "lock"
 
-MAX_SPARE = 1
-"""Files of dropped copies that a process keeps for new ones: the next copy allocates nothing, for this much memory."""
+MAX_SPARE = 2
+"""Files of dropped copies that a process keeps for new ones: the next copy allocates nothing, not even while another is
+written to a checkpoint, for this much memory. Memory for a copy of 1 GiB takes 0.3 s and more."""
 
 ABANDONED_S = 900.0
 """Age at which copies that no living process holds are removed by processes of other runs: time to start the run again
@@ -306,7 +307,7 @@ class CopyFolder:
     def _bytes_of(self, entries: tuple[ShardEntry, ...]) -> bytes:
         """Entries in JSON; those of one generation are one object, encoded once."""
         if self._entries[0] is not entries:
-            listed = [[e.name, e.kind, e.box.offsets, e.box.sizes, e.itemsize, e.start_byte] for e in entries]
+            listed = [[e.name, e.kind, e.box.offsets, e.box.sizes, e.dtype, e.start_byte, e.is_owner] for e in entries]
             self._entries = (entries, json.dumps(listed, separators=(",", ":")).encode())
         return self._entries[1]
 
@@ -489,10 +490,11 @@ def read_header(page: bytes, *, entries_of: Callable[[int], bytes]) -> ShardHead
             name=name,
             kind=kind,
             box=Box(offsets=tuple(offsets), sizes=tuple(sizes)),
-            itemsize=itemsize,
+            dtype=dtype,
             start_byte=start_byte,
+            is_owner=is_owner,
         )
-        for name, kind, offsets, sizes, itemsize, start_byte in json.loads(entries)
+        for name, kind, offsets, sizes, dtype, start_byte, is_owner in json.loads(entries)
     )
     header = ShardHeader(**{**fields, "state": StateId(**fields["state"])}, entries=made)
     _check(header)
@@ -501,5 +503,7 @@ def read_header(page: bytes, *, entries_of: Callable[[int], bytes]) -> ShardHead
 
 def _check(header: ShardHeader) -> None:
     for entry in header.entries:
-        if entry.itemsize not in _DTYPES or not 0 <= entry.start_byte <= header.num_bytes - entry.num_bytes:
-            raise ValueError(f"{label(header)}: {entry} does not fit in {header.num_bytes} bytes of 1, 2, 4 or 8 each")
+        if entry.dtype not in ITEMSIZES or not 0 <= entry.start_byte <= header.num_bytes - entry.num_bytes:
+            raise ValueError(
+                f"{label(header)}: {entry} does not fit in {header.num_bytes} bytes, or is of no known dtype"
+            )

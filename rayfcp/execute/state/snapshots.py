@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rayfcp.execute.devices.backend import backend_of
+from rayfcp.execute.optimization import owns
 from rayfcp.execute.parallel.groups import MeshPosition
-from rayfcp.execute.parallel.sharding import local_shard
+from rayfcp.execute.parallel.sharding import StageModule, local_shard
 from rayfcp.execute.state.copies import CopyFolder, NewCopy, Wanted, reading, slices_of
-from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import BUFFER, PARAMETER, Box, ShardEntry, ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
 
-PARAMETER = "parameter"
 ALIGNMENT = 64
 """Bytes; entries begin at multiples of it."""
 
@@ -35,7 +35,7 @@ more: a copy of this size takes 0.6 ms over PCIe and 3 ms to memory."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTensor:
-    """This device's part of a parameter (`kind` is `PARAMETER`) or of its optimizer state; `tensor` shares memory."""
+    """This device's part of a parameter, its optimizer state, or a buffer, by `kind`; `tensor` shares memory."""
 
     name: str
     kind: str
@@ -55,6 +55,11 @@ def _parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Shar
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if _is_shaped(value, parameter):
                     yield ShardTensor(name=name, kind=kind, parameter=parameter, tensor=local_shard(value))
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                full = f"{path}.{name}" if path else name
+                yield ShardTensor(name=full, kind=BUFFER, parameter=buffer, tensor=buffer.detach())
 
 
 def _is_shaped(value: object, parameter: Tensor) -> bool:
@@ -108,6 +113,7 @@ class Snapshots:
     ) -> None:
         self._module, self._optimizer, self._copies = module, optimizer, copies
         self._place = position
+        self._laid_out: list[tuple[str, str]] | None = None
         self._entries: tuple[ShardEntry, ...] = ()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -149,22 +155,42 @@ class Snapshots:
         self.seconds += time.perf_counter() - start_s
 
     def _lay_out(self, parts: Sequence[ShardTensor]) -> None:
-        """Box and offset of each part in the buffer; computed anew only when the optimizer has new state, since shards
-        do not move within a generation."""
-        if [(part.name, part.kind) for part in parts] == [(entry.name, entry.kind) for entry in self._entries]:
+        """Box and offset of each part in the buffer, other names of tied parameters last; computed anew only when the
+        optimizer has new state, since shards do not move within a generation."""
+        names = [(part.name, part.kind) for part in parts]
+        if names == self._laid_out:
             return
         entries, at = [], 0
         for part in parts:
-            itemsize = part.tensor.element_size()
-            entries.append(ShardEntry(name=part.name, kind=part.kind, box=part.box, itemsize=itemsize, start_byte=at))
-            at += -(-entries[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-        self._entries, self._num_bytes = tuple(entries), at
+            entry = ShardEntry(
+                name=part.name,
+                kind=part.kind,
+                box=part.box,
+                dtype=str(part.tensor.dtype).removeprefix("torch."),
+                start_byte=at,
+                is_owner=self._owns(part.parameter),
+            )
+            entries.append(entry)
+            at += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
+        first = {part.parameter: entry for part, entry in zip(parts, entries, strict=True) if part.kind == PARAMETER}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if parameter in first and first[parameter].name != name:
+                entries.append(replace(first[parameter], name=name))
+        self._laid_out, self._entries, self._num_bytes = names, tuple(entries), at
+
+    def _owns(self, parameter: Tensor) -> bool:
+        """Whether this device is the one of those with the same part that writes it to checkpoints."""
+        is_alone = isinstance(parameter, DTensor) or self._place.rank == 0
+        # The last stage has a tied matrix under all of its names.
+        shared = self._module.shared_matrix if isinstance(self._module, StageModule) else None
+        is_left_to_last = parameter is shared and self._place.stage == 0
+        return is_alone and not is_left_to_last and owns(parameter, self._place, shared=None)
 
     def _copy(self, parts: Sequence[ShardTensor], new: NewCopy) -> None:
         flat = torch.from_numpy(new.buffer)
         pairs = [
             (flat[entry.start_byte : entry.start_byte + entry.num_bytes].view(part.tensor.dtype), part.tensor)
-            for entry, part in zip(new.header.entries, parts, strict=True)
+            for entry, part in zip(new.header.entries, parts, strict=False)  # without other names of parameters
         ]
         backend = backend_of(parts[0].tensor.device if parts else "cpu")
         streams = backend.streams
