@@ -13,15 +13,27 @@ REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Measured and predicted seconds of the last steps, the oldest first; immutable, `after` returns the next value."""
+    """Measured and predicted seconds of the last steps, the oldest first; immutable, methods return the next value.
+
+    `before_s`: usual step of the last devices, None before any step.
+    """
 
     steps: tuple[tuple[float, float], ...] = ()
+    before_s: float | None = None
 
     def after(self, *, step_s: float, predicted_s: float) -> "StepTimes":
         """Add a step; measured seconds that are not positive and finite are ignored."""
         if not (math.isfinite(step_s) and step_s > 0):
             return self
         return replace(self, steps=(*self.steps, (step_s, predicted_s))[-REMEMBERED:])
+
+    def on_other_devices(self) -> "StepTimes":
+        """Forget the steps, which are of other devices than those to come."""
+        return StepTimes(before_s=self._usual_s)
+
+    @property
+    def _usual_s(self) -> float | None:
+        return statistics.median(step_s for step_s, _ in self.steps) if self.steps else self.before_s
 
     def deadline_s(self, elastic: ElasticConfig, *, predicted_s: float) -> float:
         """Return the seconds without progress after which a device is hung: a multiple of the median of the last steps,
@@ -36,9 +48,9 @@ class StepTimes:
     def leave_s(self, elastic: ElasticConfig) -> float:
         """Return the seconds that devices have to leave an aborted step: a usual step, whose kernels may be queued
         already, and `leave_timeout_s`; before any step, at least `hang_min_s`."""
-        if not self.steps:
+        if self._usual_s is None:
             return max(elastic.leave_timeout_s, elastic.hang_min_s)
-        return elastic.leave_timeout_s + statistics.median(step_s for step_s, _ in self.steps)
+        return elastic.leave_timeout_s + self._usual_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

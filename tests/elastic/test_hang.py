@@ -116,3 +116,16 @@ def test_signs_remember_when_a_device_last_moved(answers: list[tuple[str, int, b
         before, _, moved_s = expected[id]
         expected[id] = (done, now_s, moved_s if done == before else now_s)
     assert {id: (each.num_done, each.heard_s, each.moved_s) for id, each in signs.items()} == expected
+
+
+def test_aborted_devices_have_a_usual_step_to_leave_also_after_a_change_of_devices() -> None:
+    elastic = ElasticConfig(leave_timeout_s=5.0, hang_min_s=30.0)
+    times = StepTimes()
+    assert times.leave_s(elastic) == times.on_other_devices().leave_s(elastic) == 30.0, "the first step may be slow"
+    for step_s in (2.0, 3.0, 100.0):
+        times = times.after(step_s=step_s, predicted_s=1.0)
+    assert times.leave_s(elastic) == times.on_other_devices().leave_s(elastic) == 8.0
+    assert times.on_other_devices().deadline_s(elastic, predicted_s=1.0) == StepTimes().deadline_s(
+        elastic, predicted_s=1.0
+    )
+    assert times.on_other_devices().after(step_s=1.0, predicted_s=1.0).leave_s(elastic) == 6.0

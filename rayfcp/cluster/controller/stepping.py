@@ -164,7 +164,7 @@ class Stepper:
     def broke(self, step: int) -> None:
         """Note that devices were lost while `step` was under way: it and finished steps that are lost run again."""
         self._again_to = step
-        self._times = StepTimes()
+        self._times = self._times.on_other_devices()
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """References of the reports, one per device."""

@@ -165,10 +165,8 @@ class Controller:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> TrainingLoop:
-        config, metrics, log = self._config, journal.metrics, self._log
-        replication = Replication(
-            config, cluster_state, version=initial.version, metrics=metrics, log=self._on_intervals
-        )
+        config, metrics, log, tell = self._config, journal.metrics, self._log, self._on_intervals
+        replication = Replication(config, cluster_state, version=initial.version, metrics=metrics, log=tell)
         saver = Saver(
             config, resume=resume, replication=replication, cluster_state=cluster_state, metrics=metrics, log=log
         )
@@ -179,10 +177,10 @@ class Controller:
             journal=journal,
             replication=replication,
             saver=saver,
-            guard=NumberGuard(config, data_dir=self._data_dir, log=self._log),
+            guard=NumberGuard(config, data_dir=self._data_dir, log=log),
             cost=costs.guess(cluster_state.worker_group, initial.cluster),
             version=initial.version,
-            log=self._log,
+            log=log,
             on_report=self.reports.append,
         )
         return TrainingLoop(
