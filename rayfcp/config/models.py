@@ -237,6 +237,9 @@ class ElasticConfig(Section):
     snapshot_every_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto", description="finished steps that the loss of a node may take; 0: copies for checkpoints only"
     )
+    snapshot_gb_per_s: PositiveFloat | None = Field(
+        default=None, description="that a node's copies may take of the network; without a limit if absent"
+    )
     snapshot_dir: str = Field(default="/dev/shm", description="of nodes, on a tmpfs: copies of the state live there")
     min_workers: Count | None = Field(
         default=None, description="devices to go on with; the least of num_workers' range, or of one rank, if absent"

@@ -34,18 +34,15 @@ def target_files(run_dir: str | Path) -> tuple[Path, Path]:
 
 
 def announce(run_dir: str | Path, *, run: str, target: str) -> None:
-    """Write `target`, HOST:PORT, to both files; only to the run directory if its parent is read-only.
-
-    Raises:
-        OSError: The run directory cannot be written to.
-    """
+    """Write `target`, HOST:PORT, to both files. One that cannot be written, as in a read-only folder or on a full disk,
+    is logged: no run ends for it."""
     text = json.dumps([{"targets": [target], "labels": {"job": "rayfcp", "run": run}}]) + "\n"
     own, shared = target_files(run_dir)
-    write_whole(own, text)
-    try:
-        write_whole(shared, text)
-    except OSError as error:
-        logger.warning("%s is not written (%s); Prometheus finds the run by %s", shared, error.strerror, own)
+    for path, other in ((own, shared), (shared, own)):
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            logger.warning("%s is not written (%s); Prometheus finds the run by %s", path, error.strerror, other)
 
 
 def withdraw(run_dir: str | Path) -> None:

@@ -210,7 +210,7 @@ class SimulatedRun:
             ViolationError: something that must hold does not; names the schedule.
         """
         try:
-            with self.disk.installed(), self.disk.paused(), _surroundings(self._dataset):
+            with self.disk.installed(), _surroundings(self._dataset):
                 outcome, reports = self._driven()
                 self._check_end(outcome, told=[report.step for report in reports])
         except ViolationError as error:

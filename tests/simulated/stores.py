@@ -112,7 +112,7 @@ class SimulatedStore(SnapshotStore):
         assert self._opened is not None
         return self._opened[1]
 
-    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer, bytes_per_s: float | None) -> Any:
+    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer) -> Any:
         """One copy after the other arrives, each whole, after a while; fails if the target is dead, and after a longer
         while if it is stopped."""
         world, result, left = self._actor.world, Deferred(), list(numbers)

@@ -4,6 +4,7 @@ import logging
 import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
@@ -31,6 +32,7 @@ from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
 from rayfcp.telemetry.events import Event, EventKind
+from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, StepReport
 from rayfcp.values.devices import DEVICES
@@ -97,7 +99,7 @@ class Controller:
                     model=data.library.to_dict(),
                     log=self._log,
                 )
-                (self._run_dir / "config.yaml").write_text(dump_config(self._config))
+                self._write_config()
                 done, source = resume.step, resume.source
                 if done >= self._config.train.steps:
                     self._announce(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
@@ -134,14 +136,7 @@ class Controller:
         cleanup.callback(cluster_state.end)
         initial = self._initial_generation(cluster_state, resume, data)
         planners.await_ready()
-        journal = self.journal = Journal(
-            config,
-            runtime=runtime,
-            run_dir=self._run_dir,
-            resume_step=initial.version,
-            began_s=self._began_s,
-            log=self._log,
-        )
+        journal = self.journal = self._open_journal(resume_step=initial.version)
         cleanup.callback(journal.close)
         for reason, count in data.index.skipped.items():
             journal.metrics.count("sequences_skipped_total", count, reason=reason)
@@ -165,7 +160,12 @@ class Controller:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> TrainingLoop:
-        config, metrics, log, tell = self._config, journal.metrics, self._log, self._on_intervals
+        config, metrics, log, tell = (
+            self._config,
+            journal.metrics,
+            self._log,
+            partial(self._on_intervals, cluster_state),
+        )
         replication = Replication(config, cluster_state, version=initial.version, metrics=metrics, log=tell)
         saver = Saver(
             config, resume=resume, replication=replication, cluster_state=cluster_state, metrics=metrics, log=log
@@ -194,20 +194,46 @@ class Controller:
             announce=self._announce,
         )
 
-    def _on_intervals(self, text: str) -> None:
+    def _open_journal(self, *, resume_step: int) -> Journal:
+        """
+        Raises:
+            RunAbortedError: the run's folder cannot be written to.
+        """
+        config, runtime, folder = self._config, self._runtime, self._run_dir
+        try:
+            return Journal(
+                config,
+                runtime=runtime,
+                run_dir=folder,
+                resume_step=resume_step,
+                began_s=self._began_s,
+                log=self._log,
+            )
+        except OSError as error:
+            raise RunAbortedError(
+                f"{folder} cannot be written to: {error.strerror}; free space, start again"
+            ) from error
+
+    def _write_config(self) -> None:
+        """Write the run's configuration to its folder, unless it is there already, as after the loss of a controller.
+
+        Raises:
+            RunAbortedError: it cannot be written.
+        """
+        path, text = self._run_dir / "config.yaml", dump_config(self._config)
+        try:
+            if not path.exists() or path.read_text() != text:
+                write_whole(path, text)
+        except OSError as error:
+            raise RunAbortedError(f"{path} cannot be written: {error.strerror}; free space, start again") from error
+
+    def _on_intervals(self, cluster_state: ClusterState, text: str) -> None:
         """Log how often the state is copied, and record it for the report."""
         self._log(text)
         assert self.journal is not None
-        last = self.reports[-1]
-        event = Event(
-            kind=EventKind.COPIES,
-            step=last.step,
-            at_s=self._runtime.epoch_s(),
-            devices=last.world_size,
-            devices_before=last.world_size,
-            reason=text,
-        )
-        self.journal.record.add_event(event)
+        step, at_s, devices = self.reports[-1].step, self._runtime.epoch_s(), len(cluster_state.ids)
+        told = Event(kind=EventKind.COPIES, step=step, at_s=at_s, devices=devices, devices_before=devices, reason=text)
+        self.journal.record.add_event(told)
 
     def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
         cluster, found = initial.cluster, len(cluster_state.worker_group.all)

@@ -287,5 +287,8 @@ class StartCosts:
             primitives=config.plan.primitives,
             vision=self._model.vision,
         )
-        write_measured(self.profile_path, measured, about=about)
+        try:
+            write_measured(self.profile_path, measured, about=about)
+        except OSError as error:  # no reason to end a run, which does not need it
+            self._log(f"{self.profile_path} could not be written: {error.strerror}")
         return measured.fit.cost

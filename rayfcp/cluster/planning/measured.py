@@ -203,7 +203,11 @@ def _held_out(passes: Sequence[Timing], *, every: int) -> tuple[int, ...]:
 
 
 def write_measured(path: Path, measured: MeasuredCost, *, about: dict[str, Any], **more: Any) -> None:
-    """Write `profile.json`: the cost model, its errors, and every timed pass with its prediction; and `more`."""
+    """Write `profile.json`: the cost model, its errors, and every timed pass with its prediction; and `more`.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written to.
+    """
     cost = measured.fit.cost
     profile = {
         "about": about,
@@ -216,7 +220,7 @@ def write_measured(path: Path, measured: MeasuredCost, *, about: dict[str, Any],
         ],
         **more,
     }
-    path.write_text(json.dumps(profile, indent=1) + "\n")
+    write_whole(path, json.dumps(profile, indent=1) + "\n")
 
 
 def read_cost(profile_path: Path) -> CostModel:
@@ -261,8 +265,11 @@ def _reused(profile_path: Path, fields: dict[str, Any], *, log: Callable[[str], 
 
 
 def write_refitted(profile_path: Path, cost: CostModel, *, num_steps: int) -> None:
-    """Add the refitted cost model. A full disk must not keep the run from saving its last checkpoint."""
-    profile = json.loads(profile_path.read_text())
+    """Add the refitted cost model to the measured one, if that could be written. A full disk must not keep the run from
+    saving its last checkpoint."""
+    profile = _profile_at(profile_path)
+    if not profile:
+        return
     profile |= {"refitted": dataclasses.asdict(cost), "refitted_steps": num_steps}
     try:
         write_whole(profile_path, json.dumps(profile, indent=1) + "\n")

@@ -89,16 +89,21 @@ class SnapshotStore:
         self._watch.on_call()
         return self._copies.pieces(state, number, wanted=wanted)
 
-    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer, bytes_per_s: float | None) -> float:
+    def push(self, state: StateId, numbers: Sequence[int], *, to: Peer) -> float:
         """Send the copies of these devices to another store; return how many seconds that took.
 
         Raises:
             TransferError: it did not keep all of them.
         """
         self._watch.on_call()
-        began_s = time.monotonic()
+        began_s, limit = time.monotonic(), self._elastic.snapshot_gb_per_s
         send_copies(
-            self._copies, state, numbers=numbers, to=to, patience_s=self._elastic.hang_min_s, bytes_per_s=bytes_per_s
+            self._copies,
+            state,
+            numbers=numbers,
+            to=to,
+            patience_s=self._elastic.hang_min_s,
+            bytes_per_s=None if limit is None else 1e9 * limit,
         )
         return time.monotonic() - began_s
 

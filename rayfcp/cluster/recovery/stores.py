@@ -90,9 +90,7 @@ class SnapshotStores:
         """Wait until all stores receive copies."""
         self._runtime.wait_all(list(self._opening.values()), timeout_s=timeout_s)
 
-    def push(
-        self, state: StateId, numbers: Mapping[str, Sequence[int]], *, bytes_per_s: float | None = None
-    ) -> list[Any] | None:
+    def push(self, state: StateId, numbers: Mapping[str, Sequence[int]]) -> list[Any] | None:
         """Make each node send its devices' copies to its target: references of the seconds that it took. None if a
         store has not opened yet.
 
@@ -105,7 +103,7 @@ class SnapshotStores:
             return None
         peers: dict[str, StoreFacts] = {node: self._runtime.get(ref) for node, ref in opening.items()}
         return [
-            self.stores[node].push.remote(state, list(numbers[node]), to=peers[target].peer, bytes_per_s=bytes_per_s)
+            self.stores[node].push.remote(state, list(numbers[node]), to=peers[target].peer)
             for node, target in targets.items()
         ]
 
