@@ -152,7 +152,7 @@ class Controller:
 
     def _training(
         self,
-        cluster_state: ClusterState,
+        state: ClusterState,
         initial: InitialGeneration,
         *,
         resume: Resume,
@@ -160,25 +160,19 @@ class Controller:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> TrainingLoop:
-        config, metrics, log, tell = (
-            self._config,
-            journal.metrics,
-            self._log,
-            partial(self._on_intervals, cluster_state),
-        )
-        replication = Replication(config, cluster_state, version=initial.version, metrics=metrics, log=tell)
-        saver = Saver(
-            config, resume=resume, replication=replication, cluster_state=cluster_state, metrics=metrics, log=log
-        )
+        config, metrics, log = self._config, journal.metrics, self._log
+        tell = partial(self._on_intervals, state)
+        replication = Replication(config, state, version=initial.version, metrics=metrics, log=tell)
+        saver = Saver(config, resume=resume, replication=replication, cluster_state=state, metrics=metrics, log=log)
         stepper = Stepper(
             config,
-            cluster_state,
+            state,
             plans=plans,
             journal=journal,
             replication=replication,
             saver=saver,
             guard=NumberGuard(config, data_dir=self._data_dir, log=log),
-            cost=costs.guess(cluster_state.worker_group, initial.cluster),
+            cost=costs.guess(state.worker_group, initial.cluster),
             version=initial.version,
             log=log,
             on_report=self.reports.append,
