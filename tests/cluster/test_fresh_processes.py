@@ -12,7 +12,6 @@ from rayfcp.cluster.workers.lifetime import STANDBY, WORKER
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.telemetry.events import EventKind, read_events
-from rayfcp.values import StepReport
 from tests.cluster.processes import lives
 from tests.cluster.recovering import Trouble, kill
 from tests.cluster.runs import run_config, steps_of, write_texts
@@ -37,9 +36,10 @@ def processes(kind: str, *, of: Config) -> list[int]:
     return [each["Pid"] for each in sorted(found, key=lambda each: each["Name"]) if each["Pid"] and lives(each["Pid"])]
 
 
-def fresh_config(folder: Path, *, name: str, **elastic: object) -> Config:
+def fresh_config(folder: Path, *, name: str, steps: int = 20_000, **elastic: object) -> Config:
+    """By default with more steps than any test waits for."""
     elastic |= {"snapshot_every_steps": 10, "leave_timeout_s": 1.0, "hang_min_s": PATIENCE_S}
-    return run_config(folder, name=name, train={"steps": 14}, elastic=elastic)
+    return run_config(folder, name=name, train={"steps": steps}, elastic=elastic)
 
 
 @pytest.fixture(scope="module")
@@ -49,35 +49,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> tuple[StepReport, ...]:
-    config = fresh_config(folder, name="undisturbed")
-    FlexTrainer(config).fit()
-    return steps_of(config)
-
-
 @pytest.mark.parametrize("standbys", [0, 2])
-def test_survivors_that_cannot_abort_lose_no_step(
-    folder: Path, undisturbed: tuple[StepReport, ...], standbys: int
-) -> None:
+def test_survivors_that_cannot_abort_lose_no_step(folder: Path, standbys: int) -> None:
     config = fresh_config(folder, name=f"hanging-{standbys}", standby_workers=standbys)
     first: list[int] = []
 
     def strike() -> None:
-        until(lambda: len(processes(STANDBY, of=config)) == standbys or not standbys)
+        """Steps go on until all processes stand by."""
+        until(lambda: len(processes(STANDBY, of=config)) == standbys)
         first.extend(processes(WORKER, of=config))
         kill(first[0])
 
-    # One step later the next process is started that is to stand by.
-    heard = Trouble({8: strike} if standbys else {3: strike})
+    heard = Trouble({3: strike}, end=lambda report: report.recovered)
     FlexTrainer(config, worker=HangingWorker).fit(watcher=heard)
     found = steps_of(config)
-    assert [each.step for each in found] == [each.step for each in undisturbed]
-    for mine, want in zip(found, undisturbed, strict=True):
-        assert mine.samples_hash == want.samples_hash and mine.loss == pytest.approx(want.loss, rel=1e-4)
-    (recovery,) = [
-        each for each in read_events(Path(config.run_dir) / "events.jsonl") if each.kind is EventKind.RECOVERY
-    ]
+    want = fresh_config(folder, name=f"undisturbed-{standbys}", steps=len(found))
+    FlexTrainer(want).fit()
+    for mine, other in zip(found, steps_of(want), strict=True):
+        assert mine.samples_hash == other.samples_hash
+        assert mine.loss == pytest.approx(other.loss, rel=1e-4 if mine.step <= 100 else 1e-2)
+    events = read_events(Path(config.run_dir) / "events.jsonl")
+    (recovery,) = [each for each in events if each.kind is EventKind.RECOVERY]
     assert (recovery.devices, recovery.lost_steps) == (2, 0)
     assert not any(lives(pid) for pid in first), "the survivor got a fresh process too"
     assert not processes(WORKER, of=config) and not processes(STANDBY, of=config)

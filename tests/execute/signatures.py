@@ -44,6 +44,7 @@ CALLED = {
 FSDP, TENSOR = "torch/distributed/fsdp/_fully_shard/", "torch/distributed/tensor/"
 PRIVATE = {
     "torch/_C/__init__.pyi": ("_set_sm_carveout_experimental",),
+    "torch/distributed/checkpoint/filesystem.py": ("_StorageInfo",),
     "torch/distributed/distributed_c10d.py": ("_World", "_world", "pg_map", "_abort_process_group"),
     f"{FSDP}_fsdp_collectives.py": ("DefaultAllGather", "DefaultReduceScatter"),
     f"{FSDP}_fsdp_param_group.py": ("gradient_divide_factor",),
