@@ -65,7 +65,7 @@ PRIVATE = {
     f"{TENSOR}_redistribute.py": ("_planner_cache",),
     f"{TENSOR}_utils.py": ("compute_local_shape_and_global_offset",),
     f"{TENSOR}debug/__init__.py": ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"),
-    "torch/nn/modules/module.py": ("_parameters", "_buffers", "_modules"),
+    "torch/nn/modules/module.py": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     "torch/optim/adam.py": ("_init_group",),
     "torch/storage.py": ("_cdata",),
     "torch/utils/_pytree.py": ("tree_map",),
