@@ -25,16 +25,19 @@ from rayfcp.elastic.intervals import (
 )
 from tests.examples import examples
 
-
-@examples(300)
-@given(
+COSTS = st.builds(
+    CopyCosts,
     step_s=st.floats(0.01, 100.0),
     here_s=st.floats(0.0, 10.0),
     away_s=st.none() | st.floats(0.0, 100.0),
-    num_devices=st.integers(1, 4096),
 )
-def test_intervals_keep_to_their_budgets(step_s: float, here_s: float, away_s: float | None, num_devices: int) -> None:
-    found = choose(CopyCosts(step_s=step_s, here_s=here_s, away_s=away_s), LossRates(), num_devices=num_devices)
+
+
+@examples(300)
+@given(costs=COSTS, num_devices=st.integers(1, 4096))
+def test_intervals_keep_to_their_budgets(costs: CopyCosts, num_devices: int) -> None:
+    step_s, here_s, away_s = costs.step_s, costs.here_s, costs.away_s
+    found = choose(costs, LossRates(), num_devices=num_devices)
     assert 1 <= found.here <= found.away and 1 <= found.send <= found.away
     if here_s <= max(STALL_S, STALL_BUDGET * step_s):
         assert found.here == 1
@@ -80,17 +83,8 @@ def test_a_fixed_interval_is_that() -> None:
 
 
 @examples(300)
-@given(
-    step_s=st.floats(0.01, 100.0),
-    here_s=st.floats(0.0, 10.0),
-    away_s=st.none() | st.floats(0.0, 100.0),
-    num_devices=st.integers(1, 4096),
-    times=st.floats(1.0, 100.0),
-)
-def test_more_losses_never_make_intervals_longer(
-    step_s: float, here_s: float, away_s: float | None, num_devices: int, times: float
-) -> None:
-    costs = CopyCosts(step_s=step_s, here_s=here_s, away_s=away_s)
+@given(costs=COSTS, num_devices=st.integers(1, 4096), times=st.floats(1.0, 100.0))
+def test_more_losses_never_make_intervals_longer(costs: CopyCosts, num_devices: int, times: float) -> None:
     calm = choose(costs, LossRates(), num_devices=num_devices)
     for rates in (LossRates(times=times), LossRates().after(lost=Loses.NODE).after(lost=Loses.PROCESS)):
         found = choose(costs, rates, num_devices=num_devices)

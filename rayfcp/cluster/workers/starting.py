@@ -44,10 +44,10 @@ def resolved_device(config: Config, *, runtime: Runtime) -> str:
     return device_in(runtime.resources()).name
 
 
-def bundle(device: str, *, threads: int) -> dict[str, float]:
-    """Ray resources of one worker."""
+def bundle(device: str, *, threads: int, share: float = 1.0) -> dict[str, float]:
+    """Ray resources of one worker; `share`: of its accelerator, if it has one."""
     accelerator = DEVICES[device].resource
-    return {"CPU": float(threads)} | ({accelerator: 1.0} if accelerator else {})
+    return {"CPU": float(threads)} | ({accelerator: share} if accelerator else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +109,14 @@ class WorkerStart:
     ) -> None:
         self.config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
         self.runtime, self.run_key = runtime, run_key
-        self.resources = bundle(device, threads=config.train.threads_per_worker)
+        threads, share = config.train.threads_per_worker, STANDBY_SHARE if config.elastic.standby_workers else 0.0
+        self.resources = bundle(device, threads=threads)
+        self._shares = {
+            WORKER: bundle(device, threads=threads, share=1.0 - share),
+            STANDBY: bundle(device, threads=0, share=share),
+        }
         self.vacant: list[Any] = []
         self._standbys: dict[str, Standby] = {}
-        accelerators = set(self.resources) - {"CPU"}
-        share = STANDBY_SHARE if config.elastic.standby_workers else 0.0
-        self._shares = {
-            WORKER: {
-                name: count * (1 - share) if name in accelerators else count for name, count in self.resources.items()
-            },
-            STANDBY: {name: count * share if name in accelerators else 0.0 for name, count in self.resources.items()},
-        }
         self._data_dir, self._vocab_size, self._copies = data_dir, vocab_size, copies
         self._held: dict[str, Any] = {}
         self._stop_beats: Callable[[], None] | None = None
