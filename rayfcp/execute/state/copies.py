@@ -315,6 +315,8 @@ class CopyFolder:
         for at, spare in enumerate(self._spare):
             if (spare.size, spare.data_start) == (size, data_start) and os.fstat(spare.fd).st_nlink:
                 return self._spare.pop(at)
+        if len(self._spare) == MAX_SPARE:  # of other sizes, as after a change of devices
+            self._give_back(self._spare.pop(0))
         name, fd = self._make()
         try:
             os.posix_fallocate(fd, 0, size)  # without it, a full file system shows by SIGBUS
@@ -363,8 +365,12 @@ class CopyFolder:
                 if len(self._spare) <= MAX_SPARE:
                     return
                 file = self._spare.pop(0)
-            (self.path / file.name).unlink(missing_ok=True)
-            os.close(file.fd)
+            self._give_back(file)
+
+    def _give_back(self, file: _File) -> None:
+        """Remove a file of which there is no copy."""
+        (self.path / file.name).unlink(missing_ok=True)
+        os.close(file.fd)
 
 
 def remove_abandoned(own: Path, *, age_s: float = ABANDONED_S) -> None:
