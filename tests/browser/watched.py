@@ -10,6 +10,9 @@ from playwright.sync_api import Page, Request, Route
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
 LOCAL_SCHEMES = ("data", "blob", "about")
 
+DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""Waits for the frame after the first: charts are drawn once an observer has told their size, which is in a frame."""
+
 
 class Watched:
     """A tab, until it is left. It may load the file that is opened and what lies on `allowed` hosts, e.g.
@@ -32,9 +35,10 @@ class Watched:
         self.tab.route("**/*", self._route)
 
     def open(self, page: Path | str) -> Page:
-        """A file, or an address on an allowed host; back once it is loaded."""
+        """A file, or an address on an allowed host; back once it is loaded and drawn."""
         self._opened = page.absolute().as_uri() if isinstance(page, Path) else page
         self.tab.goto(self._opened, wait_until="load")
+        self.tab.evaluate(DRAWN)
         return self.tab
 
     def leave(self) -> None:
