@@ -8,7 +8,7 @@ from typing import Any
 
 from rayfcp.compare.settings import GIB, Setting
 from rayfcp.plan.strategies.registry import get
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import Programs, lower
 from rayfcp.simulate import Breakdown, Timeline, simulate
 from rayfcp.values import BatchPlan, Imbalance, SequenceSpec
 
@@ -157,7 +157,7 @@ def measure(
     return measured, Scene(strategy=plan.strategy, plan=plan, sequences=tuple(sequences), timeline=timeline)
 
 
-def timeline_of(programs: Sequence[RankProgram], *, setting: Setting) -> Timeline:
+def timeline_of(programs: Programs, *, setting: Setting) -> Timeline:
     """Simulate programs on the devices of a setting."""
     return simulate(
         programs,

@@ -1,8 +1,7 @@
-"""Seconds of a layout whose blocks lie anywhere, round by round, and its traffic by rank."""
+"""Seconds of a layout whose blocks lie anywhere, round by round."""
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -161,44 +160,3 @@ def _phases_s(layout: Layout, *, phase: Ints, work: LayoutWork, own_s: Floats, b
     work_s[:, 0] = own_s
     np.add.at(work_s, (work.target, phase + 1), brought_s)
     return work_s
-
-
-def hop_heads(cost: CostModel, *, heads: int = 1) -> float:
-    """Heads of one token that pass one hop of a ring forward: its keys and values, of one of `heads` shares."""
-    return 2 * max(cost.num_kv_heads / heads, 1.0)
-
-
-def ring_tokens(tokens: Floats) -> Floats:
-    """Tokens whose keys and values each position of a ring sends or receives; `tokens[p]` are its own.
-
-    All of the group's but those of its successor leave it, all but its own come.
-
-    >>> ring_tokens(np.array([5.0, 4.0, 4.0]))
-    array([9., 9., 9.])
-    """
-    total = tokens.sum()
-    volumes: Floats = np.maximum(total - np.roll(tokens, -1), total - tokens) if len(tokens) > 1 else 0 * tokens
-    return volumes
-
-
-def round_tokens(layout: Layout, *, num_ranks: int) -> Floats:
-    """Tokens whose keys and values each rank sends or receives in the rounds of a layout, of its share of heads."""
-    sizes = [block.num_tokens for block in layout.blocks]
-    moved = np.zeros((2, num_ranks // layout.heads))
-    for transfer in chain.from_iterable(step.transfers for step in layout.rounds):
-        moved[(0, 1), (transfer.source, transfer.target)] += sum(sizes[block] for block in transfer.blocks)
-    return np.repeat(moved.max(axis=0), layout.heads)
-
-
-def exchanged_heads(tokens: Floats, cost: CostModel) -> Floats:
-    """Heads of one token that each position of a Ulysses group sends or receives forward (DeepSpeed-Ulysses, 3.2).
-
-    Of d ranks each sends every other its own tokens' queries, keys and values of that rank's heads, and gets
-    back their outputs; keys and values are replicated beyond their count of heads.
-    """
-    degree = len(tokens)
-    outputs = cost.num_heads / degree
-    inputs = outputs + 2 * max(cost.num_kv_heads / degree, 1.0)
-    own, others = (degree - 1) * tokens, tokens.sum() - tokens
-    volumes: Floats = np.maximum(own * inputs + others * outputs, others * inputs + own * outputs)
-    return volumes

@@ -1,10 +1,18 @@
-"""Zig-zag cuts: a causal sequence in 2d slices, of which each of d ranks holds one early and one late.
+"""From groups to blocks and rounds: what a group's primitive means, written out.
 
-From groups to blocks and rounds: what a group's primitive means, written out.
+`Placement` has a microbatch's layout in columns, which lowering and the loads of ranks are computed on: a batch of
+thousands of sequences on a thousand ranks has a hundred thousand transfers. `Layout`, the value that plans hold, is the
+same as objects.
+
+Rings cut a causal sequence zig-zag, in 2d slices, of which each of d ranks holds one early and one late.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
 
 from rayfcp.values import (
     BatchPlan,
@@ -13,54 +21,143 @@ from rayfcp.values import (
     Group,
     Layout,
     MicrobatchPlan,
+    Pacing,
     Primitive,
     Round,
     SequenceSpec,
     Slice,
     Transfer,
 )
+from rayfcp.values.arrays import Bools, Ints, expanded
 
 
-def zigzag(num_tokens: int, *, degree: int, first: int = 0) -> tuple[list[list[tuple[int, int]]], int]:
-    """Cut `[0, num_tokens)` for the positions of a group; position p holds slices p and 2d - 1 - p.
+class Blocks(NamedTuple):
+    """Tokens `[start, stop)` of sequences, and the rank that holds them: columns, one entry a block."""
 
-    Returns each position's non-empty ranges in ascending order, ranges that touch as one, and the
-    `first` of the group's next sequence. Slices differ by at most one token. The tokens left over go
-    round the positions, `first` on: first to their early slices, then to their late ones. As sequence
-    follows sequence the round goes on where it stopped, so that the tokens of a group's positions
-    also differ by at most one, however many sequences it holds. Any length, any degree, no padding.
+    sequence: Ints
+    start: Ints
+    stop: Ints
+    rank: Ints
 
-    >>> zigzag(9, degree=2)
-    ([[(0, 3), (7, 9)], [(3, 7)]], 1)
-    """
-    if degree == 1:
-        return [[(0, num_tokens)]], 0
-    num_slices = 2 * degree
-    size, left = divmod(num_tokens, num_slices)
-    sizes = [size] * num_slices
-    for turn in range(first, first + left):
-        at = turn % num_slices
-        sizes[at if at < degree else 3 * degree - 1 - at] += 1
-    bounds = [0]
-    for each in sizes:
-        bounds.append(bounds[-1] + each)
-    ranges = []
-    for early in range(degree):
-        late = num_slices - 1 - early
-        ranges.append(_joined((bounds[early], bounds[early + 1]), (bounds[late], bounds[late + 1])))
-    return ranges, (first + left) % num_slices
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> "Blocks":
+        """The columns of these blocks."""
+        rows = [(block.sequence, block.start, block.stop, block.rank) for block in blocks]
+        return cls(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Blocks"]) -> "Blocks":
+        """All of these, in order."""
+        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Tokens of each block."""
+        return self.stop - self.start
+
+    def at(self, index: Ints | Bools | slice) -> "Blocks":
+        """The blocks at these indices."""
+        return Blocks(*(column[index] for column in self))
+
+    def objects(self) -> tuple[Block, ...]:
+        """The blocks as objects."""
+        rows = zip(*(column.tolist() for column in self), strict=True)
+        return tuple(Block(sequence=own, start=start, stop=stop, rank=rank) for own, start, stop, rank in rows)
 
 
-def _joined(early: tuple[int, int], late: tuple[int, int]) -> list[tuple[int, int]]:
-    held = [(early[0], late[1])] if early[1] == late[0] else [early, late]
-    return [(start, stop) for start, stop in held if stop > start]
+class Transfers(NamedTuple):
+    """Transfers in the order of rounds: in round `round[t]` the blocks of set `carried[t]` go from `source[t]` to
+    `target[t]`. Set s holds the blocks `block[first[s]:first[s + 1]]`."""
+
+    round: Ints
+    source: Ints
+    target: Ints
+    carried: Ints
+    first: Ints
+    block: Ints
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round]) -> "Transfers":
+        """The columns of these rounds."""
+        numbers: dict[tuple[int, ...], int] = {}
+        rows = [
+            (at, each.source, each.target, numbers.setdefault(each.blocks, len(numbers)))
+            for at, step in enumerate(rounds)
+            for each in step.transfers
+        ]
+        first = np.cumsum([0, *map(len, numbers)])
+        block = np.fromiter(chain.from_iterable(numbers), np.int64, int(first[-1]))
+        at, source, target, carried = np.array(rows, np.int64).reshape(-1, 4).T
+        return cls(at, source, target, carried, first=first, block=block)
 
 
-Spans = Mapping[int, tuple[int, int]]
-"""Of each sequence, the tokens `[start, stop)` that a microbatch holds."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """A `Layout` in columns. `blocks`: own ones, `num_own`, then those of each context, of which there are (microbatch,
+    number of blocks) `contexts`."""
+
+    blocks: Blocks
+    num_own: int
+    contexts: tuple[tuple[int, int], ...]
+    transfers: Transfers
+    num_rounds: int
+    pacing: Pacing | None = None
+    heads: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Placement":
+        """The columns of a layout."""
+        return cls(
+            blocks=Blocks.of(layout.all_blocks),
+            num_own=len(layout.blocks),
+            contexts=tuple((each.microbatch, len(each.blocks)) for each in layout.context),
+            transfers=Transfers.of(layout.rounds),
+            num_rounds=len(layout.rounds),
+            pacing=layout.pacing,
+            heads=layout.heads,
+        )
+
+    @property
+    def own(self) -> Blocks:
+        """The microbatch's own blocks."""
+        return self.blocks.at(slice(self.num_own))
+
+    def layout(self) -> Layout:
+        """The same as objects."""
+        blocks, of_set = self.blocks.objects(), self.transfers
+        sets = [tuple(each.tolist()) for each in np.split(of_set.block, of_set.first[1:-1])]
+        rounds: list[list[Transfer]] = [[] for _ in range(self.num_rounds)]
+        for at, source, target, carried in zip(*(column.tolist() for column in of_set[:4]), strict=True):
+            rounds[at].append(Transfer(blocks=sets[carried], source=source, target=target))
+        context, first = [], self.num_own
+        for microbatch, count in self.contexts:
+            context.append(Context(microbatch=microbatch, blocks=blocks[first : first + count]))
+            first += count
+        return Layout(
+            blocks=blocks[: self.num_own],
+            rounds=tuple(Round(transfers=tuple(each)) for each in rounds),
+            pacing=self.pacing,
+            heads=self.heads,
+            context=tuple(context),
+        )
 
 
 def layouts_of(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> tuple[Layout, ...]:
+    """The layouts of all microbatches (`placements_of`) as objects."""
+    both = zip(plan.microbatches, placements_of(plan, sequences), strict=True)
+    return tuple(microbatch.layout or placement.layout() for microbatch, placement in both)
+
+
+def lay_out(microbatch: MicrobatchPlan, sequences: Sequence[SequenceSpec]) -> Layout:
+    """The microbatch's own layout, or its groups expanded (`placed`), without context.
+
+    Raises:
+        ValueError: a group names an unknown sequence.
+    """
+    return microbatch.layout or placed(microbatch, _Spans.of(sequences)).layout()
+
+
+def placements_of(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> tuple[Placement, ...]:
     """The layouts of all microbatches; those of slices with the context that earlier microbatches left them.
 
     Context comes by earlier microbatch, then sequence, its blocks in the order of that microbatch's.
@@ -68,30 +165,61 @@ def layouts_of(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> tuple[Layo
     Raises:
         ValueError: a group or a slice names an unknown sequence.
     """
-    layouts: list[Layout] = []
-    left: dict[int, list[Context]] = {}
+    found: list[Placement] = []
+    spans, left = _Spans.of(sequences), dict[int, list[tuple[int, Blocks]]]()
     for number, microbatch in enumerate(plan.microbatches):
         pieces = sorted(microbatch.slices, key=lambda piece: piece.sequence)
         context = [each for piece in pieces for each in _before(piece, left.get(piece.sequence, ()))]
-        context.sort(key=lambda each: each.microbatch)
-        layouts.append(lay_out(microbatch, sequences, context=context))
+        context.sort(key=lambda each: each[0])
+        found.append(placed(microbatch, spans.cut(pieces), context=context))
+        own = found[-1].own
         for piece in pieces:
-            mine = tuple(block for block in layouts[-1].blocks if block.sequence == piece.sequence)
-            left.setdefault(piece.sequence, []).append(Context(microbatch=number, blocks=mine))
-    return tuple(layouts)
+            left.setdefault(piece.sequence, []).append((number, own.at(own.sequence == piece.sequence)))
+    return tuple(found)
 
 
-def _before(piece: Slice, left: Sequence[Context]) -> Iterator[Context]:
+def _before(piece: Slice, left: Sequence[tuple[int, Blocks]]) -> Iterator[tuple[int, Blocks]]:
     """What earlier microbatches left of a slice's sequence."""
-    for each in left:
-        blocks = tuple(block for block in each.blocks if block.stop <= piece.start)
-        if blocks:
-            yield replace(each, blocks=blocks)
+    for microbatch, blocks in left:
+        earlier = blocks.at(blocks.stop <= piece.start)
+        if len(earlier.start):
+            yield microbatch, earlier
 
 
-def lay_out(
-    microbatch: MicrobatchPlan, sequences: Sequence[SequenceSpec], *, context: Sequence[Context] = ()
-) -> Layout:
+class _Spans(NamedTuple):
+    """Of each sequence, the tokens `[start, stop)` that a microbatch holds; stop is -1 where there is no sequence."""
+
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceSpec]) -> "_Spans":
+        ids = np.array([each.id for each in sequences], np.int64)
+        stop = np.full(ids.max(initial=-1) + 1, -1)
+        stop[ids] = [each.num_tokens for each in sequences]
+        return cls(np.zeros_like(stop), stop)
+
+    def cut(self, pieces: Sequence[Slice]) -> "_Spans":
+        """The spans with these slices in place of their sequences."""
+        if not pieces:
+            return self
+        most = max(piece.sequence for piece in pieces) + 1 - len(self.stop)
+        start, stop = np.pad(self.start, (0, max(most, 0))), np.pad(self.stop, (0, max(most, 0)), constant_values=-1)
+        for piece in pieces:
+            start[piece.sequence], stop[piece.sequence] = piece.start, piece.stop
+        return _Spans(start, stop)
+
+    def check(self, group: Group) -> None:
+        """
+        Raises:
+            ValueError: the group names an unknown sequence.
+        """
+        known = len(self.stop)
+        if unknown := [each for each in group.sequences if not 0 <= each < known or self.stop[each] < 0]:
+            raise ValueError(f"group of ranks {group.ranks} names sequences {unknown} that the batch does not have")
+
+
+def placed(microbatch: MicrobatchPlan, spans: _Spans, *, context: Sequence[tuple[int, Blocks]] = ()) -> Placement:
     """The microbatch's own layout, or its groups expanded: zig-zag rings, level shares for Ulysses.
 
     Blocks come by group, position in the group, sequence in the group's order, start. Rings of all
@@ -104,74 +232,142 @@ def lay_out(
         ValueError: a group names an unknown sequence.
     """
     if microbatch.layout is not None:
-        return microbatch.layout
-    spans = {sequence.id: (0, sequence.num_tokens) for sequence in sequences}
-    spans |= {each.sequence: (each.start, each.stop) for each in microbatch.slices}
-    blocks: list[Block] = []
-    rings = [group for group in microbatch.groups if group.primitive is Primitive.RING]
-    num_rounds = max((group.degree - 1 for group in rings), default=0)
-    owned: dict[int, tuple[int, ...]] = {}
-    for group in microbatch.groups:
-        _check_group(group, spans)
-        if group.primitive is Primitive.ULYSSES:
-            blocks += _shares(group, spans)
-        else:
-            owned |= _place(group, spans, blocks=blocks)
-    for number, block in enumerate((block for each in context for block in each.blocks), start=len(blocks)):
-        if block.rank in owned:
-            owned[block.rank] += (number,)
-    rounds = [
-        Round(transfers=tuple(each for group in rings for each in _ring_round(group, owned, index=index)))
-        for index in range(num_rounds)
-    ]
-    return Layout(blocks=tuple(blocks), rounds=tuple(rounds), context=tuple(context))
+        return Placement.of(microbatch.layout)
+    groups = microbatch.groups
+    for group in groups:
+        spans.check(group)
+    members = Members.of(groups)
+    own, place = _own_blocks(members, spans)
+    blocks = Blocks.joined([own, *(each for _, each in context)])
+    transfers = _ring_transfers(members, blocks, place=place)
+    return Placement(
+        blocks=blocks,
+        num_own=len(own.start),
+        contexts=tuple((microbatch, len(each.start)) for microbatch, each in context),
+        transfers=transfers,
+        num_rounds=int((members.degree * members.is_ring).max(initial=1)) - 1,
+    )
 
 
-def _check_group(group: Group, spans: Spans) -> None:
-    unknown = [sequence for sequence in group.sequences if sequence not in spans]
-    if unknown:
-        raise ValueError(f"group of ranks {group.ranks} names sequences {unknown} that the batch does not have")
+class Members(NamedTuple):
+    """Groups as columns. Group g has `degree[g]` ranks, the places from `first[g]` on in `ranks`; entry e is sequence
+    `sequence[e]` in group `group[e]`, in order."""
+
+    degree: Ints
+    is_ring: Bools
+    first: Ints
+    ranks: Ints
+    sequence: Ints
+    group: Ints
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> "Members":
+        degree = np.array([group.degree for group in groups], np.int64)
+        counts = np.array([len(group.sequences) for group in groups], np.int64)
+        return cls(
+            degree=degree,
+            is_ring=np.array([group.primitive is Primitive.RING for group in groups], bool),
+            first=np.cumsum(degree) - degree,
+            ranks=np.fromiter(chain.from_iterable(group.ranks for group in groups), np.int64),
+            sequence=np.fromiter(chain.from_iterable(group.sequences for group in groups), np.int64),
+            group=np.repeat(np.arange(len(groups)), counts),
+        )
 
 
-def _place(group: Group, spans: Spans, *, blocks: list[Block]) -> dict[int, tuple[int, ...]]:
-    """Append the group's blocks; returns the indices of each rank's own."""
-    pieces: list[list[tuple[int, int, int]]] = [[] for _ in group.ranks]
-    first = 0
-    for sequence in group.sequences:
-        begin, end = spans[sequence]
-        ranges, first = zigzag(end - begin, degree=group.degree, first=first)
-        for piece, held in zip(pieces, ranges, strict=True):
-            piece += [(sequence, begin + start, begin + stop) for start, stop in held]
-    owned = {}
-    for rank, piece in zip(group.ranks, pieces, strict=True):
-        before = len(blocks)
-        blocks += [Block(sequence=sequence, start=start, stop=stop, rank=rank) for sequence, start, stop in piece]
-        owned[rank] = tuple(range(before, len(blocks)))
-    return owned
+def _own_blocks(members: Members, spans: _Spans) -> tuple[Blocks, Ints]:
+    """The blocks of all groups, and the place (in `Members.ranks`) of each, ascending."""
+    start, stop = spans.start[members.sequence], spans.stop[members.sequence]
+    ring = members.is_ring[members.group]
+    parts = []
+    for cut, entries in ((zigzag, np.flatnonzero(ring)), (_shares, np.flatnonzero(~ring))):
+        if len(entries):
+            group = members.group[entries]
+            entry, position, begin, end = cut((stop - start)[entries], degree=members.degree[group], group=group)
+            at = entries[entry]
+            parts.append((members.first[group[entry]] + position, at, start[at] + begin, start[at] + end))
+    if not parts:
+        none = np.empty(0, np.int64)
+        return Blocks(none, none, none, none), none
+    place, entry, start, stop = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.lexsort((start, entry, place))
+    place, entry = place[order], entry[order]
+    return Blocks(members.sequence[entry], start[order], stop[order], members.ranks[place]), place
 
 
-def _shares(group: Group, spans: Spans) -> list[Block]:
-    """Each rank's contiguous share of the group's tokens, laid end to end (DeepSpeed-Ulysses, section 3.1)."""
-    held = [spans[sequence] for sequence in group.sequences]
-    size, left = divmod(sum(stop - start for start, stop in held), group.degree)
-    blocks: list[Block] = []
-    position, room = 0, size + (left > 0)
-    for sequence, (begin, stop) in zip(group.sequences, held, strict=True):
-        start = begin
-        while start < stop:
-            if room == 0:
-                position, room = position + 1, size + (position + 1 < left)
-                continue
-            taken = min(room, stop - start)
-            blocks.append(Block(sequence=sequence, start=start, stop=start + taken, rank=group.ranks[position]))
-            start, room = start + taken, room - taken
-    return blocks
+def zigzag(length: Ints, *, degree: Ints, group: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut sequences for the positions of their groups; position p holds slices p and 2d - 1 - p of each.
+
+    Columns (sequence, position, start, stop) of the non-empty ranges, those of a position that touch as one.
+    `degree[i]` is that of `group[i]`, to which sequence i belongs; the sequences of a group follow each other. Slices
+    differ by at most one token. The tokens left over go round the positions: first to their early slices, then to their
+    late ones. As sequence follows sequence the round goes on where it stopped, so that the tokens of a group's
+    positions also differ by at most one, however many sequences it holds. Any length, any degree, no padding.
+
+    >>> [column.tolist() for column in zigzag(np.array([9]), degree=np.array([2]), group=np.array([0]))]
+    [[0, 0, 0], [0, 0, 1], [0, 7, 3], [3, 9, 7]]
+    """
+    size, left = np.divmod(length, 2 * degree)
+    before = np.cumsum(left) - left
+    opens = np.append(True, group[1:] != group[:-1])[: len(group)]
+    first = (before - before[np.maximum.accumulate(np.where(opens, np.arange(len(group)), 0))]) % (2 * degree)
+    at, number = expanded(2 * degree)
+    of = degree[at]
+    turn = np.where(number < of, number, 3 * of - 1 - number)
+    sizes = size[at] + ((turn - first[at]) % (2 * of) < left[at])
+    bound = np.append(0, np.cumsum(sizes))
+    at, position = expanded(degree)
+    base, head = np.cumsum(length) - length, 2 * (np.cumsum(degree) - degree)
+    early, late = head[at] + position, head[at] + 2 * degree[at] - 1 - position
+    begin, middle, third, end = (bound[each] - base[at] for each in (early, early + 1, late, late + 1))
+    touch = middle == third
+    starts = np.stack((begin, third), axis=1).ravel()
+    stops = np.stack((np.where(touch, end, middle), np.where(touch, third, end)), axis=1).ravel()
+    some = stops > starts
+    return np.repeat(at, 2)[some], np.repeat(position, 2)[some], starts[some], stops[some]
 
 
-def _ring_round(group: Group, owned: Mapping[int, tuple[int, ...]], *, index: int) -> list[Transfer]:
-    degree = group.degree
-    return [
-        Transfer(blocks=carried, source=rank, target=group.ranks[(position + 1) % degree])
-        for position, rank in enumerate(group.ranks)
-        if index + 1 < degree and (carried := owned[group.ranks[(position - index) % degree]])
-    ]
+def _shares(length: Ints, *, degree: Ints, group: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Each position's contiguous share of its group's tokens, laid end to end (DeepSpeed-Ulysses, section 3.1); columns
+    as of `zigzag`."""
+    heads = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    total = np.add.reduceat(length, heads)
+    size, left = np.divmod(total, degree[heads])
+    of_group, position = expanded(degree[heads])
+    share_stop = np.cumsum(size[of_group] + (position < left[of_group]))
+    stop = np.cumsum(length)
+    cuts = np.union1d(stop, share_stop)
+    cuts = cuts[cuts > 0]
+    begin = np.append(0, cuts)[:-1]
+    entry, share = np.searchsorted(stop, begin, side="right"), np.searchsorted(share_stop, begin, side="right")
+    base = (stop - length)[entry]
+    return entry, position[share], begin - base, cuts - base
+
+
+def _ring_transfers(members: Members, blocks: Blocks, *, place: Ints) -> Transfers:
+    """The rounds of all rings; `place` of each own block, of which every ring rank's are one set, with the context that
+    lies on it."""
+    ring_place = np.zeros(len(members.ranks), bool)
+    ring_place[:] = np.repeat(members.is_ring, members.degree)
+    place_of_rank = np.full(max(members.ranks.max(initial=-1), blocks.rank.max(initial=-1)) + 1, -1)
+    place_of_rank[members.ranks] = np.arange(len(members.ranks))
+    place = np.concatenate((place, place_of_rank[blocks.rank[len(place) :]]))
+    held = np.flatnonzero((place >= 0) & ring_place[place])
+    held = held[np.argsort(place[held], kind="stable")]
+    counts = np.bincount(place[held], minlength=len(members.ranks))
+    rings = np.flatnonzero(members.is_ring & (members.degree > 1))
+    degree = members.degree[rings]
+    ring, number = expanded(degree * (degree - 1))
+    index, position = np.divmod(number, degree[ring])
+    first = members.first[rings][ring]
+    carried = first + (position - index) % degree[ring]
+    order = np.argsort(index, kind="stable")
+    order = order[counts[carried[order]] > 0]
+    target = first + (position + 1) % degree[ring]
+    return Transfers(
+        round=index[order],
+        source=members.ranks[(first + position)[order]],
+        target=members.ranks[target[order]],
+        carried=carried[order],
+        first=np.append(0, np.cumsum(counts)),
+        block=held,
+    )

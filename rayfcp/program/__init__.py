@@ -29,6 +29,7 @@ from rayfcp.program.instructions import (
     StageFlow,
 )
 from rayfcp.program.lower import lower
+from rayfcp.program.programs import Programs
 from rayfcp.program.progress import check_progress
 from rayfcp.program.reshuffle import lower_reshuffle
 from rayfcp.program.text import to_text
@@ -51,6 +52,7 @@ __all__ = [
     "Message",
     "Payload",
     "Piece",
+    "Programs",
     "Range",
     "RankProgram",
     "Receive",

@@ -1,208 +1,270 @@
-"""Attends of a rank's own queries to the keys in a slot, in as few and as large ranges as possible.
+"""Attends of a rank's own queries to the keys in its slots, in as few and as large ranges as possible.
 
 Attends come by run of keys, then by query, so that those of one slot and kind are few series of ascending queries:
-one kernel call each.
+one kernel call each. They follow from the blocks that lie in slots, so programs do not carry them: whoever needs them,
+the rank that runs them or the simulator, asks for those of many slots at once.
 
 `paced` spreads attends over phases, as `rayfcp.values.Pacing` defines them: an equal share of pairs in each, first on
 keys that arrived, then on own ones. Ranks whose loads are balanced then go through the rounds at one pace, and none
 waits for another that has more to do in one phase (`rayfcp.cost.kernels.flow` predicts the same).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from rayfcp.program.instructions import FLIPPED, WHOLE, Attends, Column, Range, expanded, merged
-from rayfcp.values import Block
+from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Attends, Column
+from rayfcp.program.windows import Pieces, decomposed
+from rayfcp.values import FULL, LayerKind
+from rayfcp.values.arrays import Bools, Ints, expanded
 from rayfcp.values.plan import phase_share
-from rayfcp.values.sequence import POSITIONS
-
-_NO_ROWS: Column = np.empty((0, 6), np.int64)
 
 
-def block_columns(blocks: Sequence[Block]) -> Column:
-    """`[3, blocks]`: sequence, start and stop of all blocks of a layout."""
-    rows = [(block.sequence, block.start, block.stop) for block in blocks]
-    return np.array(rows, np.int64).reshape(-1, 3).T
+def firsts(joined: Bools) -> Ints:
+    """The first item of the series of each item; item i + 1 is in the series of item i where `joined[i]`.
 
-
-class SlotBlocks:
-    """Blocks in a slot, laid end to end: `blocks`, numbers of the layout, in the order of the slot; columns by sequence
-    and start.
-
-    Block i of the columns lies at `[begin[i], end[i])`. A run is a maximal series of blocks of one sequence,
-    ascending, that touch in the slot; `run[i]` is that of block i, run j lies at `[opens[j], closes[j])`.
-    `first[i]` is the first block of block i's sequence, `all` the whole slot.
-    """
-
-    def __init__(self, blocks: tuple[int, ...], table: Column) -> None:
-        at = np.array(blocks, np.int64)
-        sequence, start, stop = table[:, at]
-        end = np.cumsum(stop - start)
-        order = np.lexsort((start, sequence))
-        self.blocks = blocks
-        self.begin, self.end = (end - stop + start)[order], end[order]
-        self.num_tokens = int(end[-1]) if blocks else 0
-        self.all: tuple[Range, ...] = ((0, self.num_tokens),)
-        self.sequence, self.start, self.stop = sequence[order], start[order], stop[order]
-        same = self.sequence[1:] == self.sequence[:-1]
-        touch = same & (self.begin[1:] == self.end[:-1])
-        self.first = firsts(same, size=len(at))
-        opens = firsts(touch, size=len(at)) == np.arange(len(at))
-        self.run = np.cumsum(opens) - 1
-        self.opens, self.closes = self.begin[opens], self.end[np.append(opens[1:], True)[: len(at)]]
-
-    @cached_property
-    def ranges(self) -> Mapping[int, Range]:
-        """Block -> where it lies in the slot."""
-        spans = sorted(zip(self.begin.tolist(), self.end.tolist(), strict=True))
-        return dict(zip(self.blocks, spans, strict=True))
-
-    @cached_property
-    def only_run(self) -> tuple[int, int] | None:
-        """Sequence and last position of a slot that is one run; None for others."""
-        one = len(self.opens) == 1 and self.opens[0] == 0
-        return (int(self.sequence[0]), int(self.stop[-1])) if one else None
-
-    def holds(self, blocks: tuple[int, ...]) -> bool:
-        return blocks == self.blocks or all(block in self.ranges for block in blocks)
-
-    def at(self, blocks: tuple[int, ...]) -> tuple[Range, ...]:
-        """The rows of `blocks`, in their order, touching ranges joined."""
-        return self.all if blocks == self.blocks else merged([self.ranges[block] for block in blocks])
-
-
-def firsts(joined: npt.NDArray[np.bool_], *, size: int) -> Column:
-    """The first item of the series of each of `size` items; item i + 1 is in the series of item i where `joined[i]`.
-
-    >>> firsts(np.array([True, False, True]), size=4)
+    >>> firsts(np.array([True, False, True]))
     array([0, 0, 2, 2])
     """
-    opens = np.ones(size, bool)
-    opens[1:] = ~joined
-    return np.maximum.accumulate(np.where(opens, np.arange(size), 0))
+    opens = np.append(True, ~joined)
+    return np.maximum.accumulate(np.where(opens, np.arange(len(opens)), 0))
 
 
-class Queries:
-    """A rank's own blocks as queries of layers without a window, in the order of slot 0. `first_hidden`: the first key
-    that no query of a block sees as an earlier one, as sequence x POSITIONS + position."""
+class BlockSets:
+    """Sets of blocks that lie in slots, each laid end to end: columns, set after set, each in the order of its slot.
+    Set s has the rows `first[s]` to `first[s + 1]`; a block's tokens `[start, stop)` lie at `[begin, end)` of the slot.
+    """
 
-    __slots__ = ("_runs", "begin", "end", "first_hidden", "own", "sequence")
+    def __init__(self, first: Ints, *, sequence: Ints, start: Ints, stop: Ints) -> None:
+        self.first, self.sequence, self.start, self.stop = (
+            each.astype(np.int64, copy=False) for each in (first, sequence, start, stop)
+        )
+        self.set = np.repeat(np.arange(len(first) - 1), np.diff(self.first))
+        bound = np.append(0, np.cumsum(self.stop - self.start))
+        base = bound[self.first]
+        self.begin, self.end = bound[:-1] - base[self.set], bound[1:] - base[self.set]
+        self.num_tokens = np.diff(base)
 
-    def __init__(self, own: SlotBlocks) -> None:
-        order = np.argsort(own.begin, kind="stable")
-        self.own = own
-        self.begin, self.end, self.sequence = own.begin[order], own.end[order], own.sequence[order]
-        self.first_hidden = self.sequence * POSITIONS + own.start[order]
-        self._runs: dict[int, tuple[int, list[Range]]] = {}
+    def __len__(self) -> int:
+        return len(self.first) - 1
 
-    def within(self) -> Attends:
-        """Attends to own keys.
+    def rows(self, sets: Ints) -> tuple[Ints, Ints]:
+        """All rows of these sets, in order, and for each the index of its set in `sets`."""
+        at, number = expanded(np.diff(self.first)[sets])
+        return self.first[sets][at] + number, at
+
+    def key(self, sets: Ints, *, sequence: Ints, position: Ints) -> Ints:
+        """Numbers that order tokens by set, sequence and position."""
+        low, high, most = self._bounds
+        return np.asarray((sets * (high - low + 1) + sequence - low) * most + position)
+
+    def find(self, sets: Ints, *, sequence: Ints, start: Ints) -> Ints:
+        """The row at which the block of a sequence that begins at `start` lies in each of these sets; -1 if none."""
+        if not len(self.set):
+            return np.full(len(sets), -1)
+        order = self.sorted
+        keys = self.key(self.set, sequence=self.sequence, position=self.start)[order]
+        inside = (sequence >= self._bounds[0]) & (sequence <= self._bounds[1]) & (start < self._bounds[2])
+        wanted = np.where(inside, self.key(sets, sequence=sequence, position=start), -1)
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, order[at], -1)
+
+    def part(self, sets: Ints) -> "BlockSets":
+        """These sets, numbered from 0."""
+        row, _ = self.rows(sets)
+        first = np.append(0, np.cumsum(np.diff(self.first)[sets]))
+        return BlockSets(first, sequence=self.sequence[row], start=self.start[row], stop=self.stop[row])
+
+    @cached_property
+    def sorted(self) -> Ints:
+        """The rows by set, sequence and start."""
+        return np.lexsort((self.start, self.sequence, self.set))
+
+    @cached_property
+    def same(self) -> Bools:
+        """Whether each of the sorted rows but the first is of the set and sequence of the one before."""
+        sets, sequence = self.set[self.sorted], self.sequence[self.sorted]
+        return np.asarray((sets[1:] == sets[:-1]) & (sequence[1:] == sequence[:-1]))
+
+    @cached_property
+    def _bounds(self) -> tuple[int, int, int]:
+        """Lowest and highest sequence, and one more than the last position."""
+        return int(self.sequence.min(initial=0)), int(self.sequence.max(initial=0)), int(self.stop.max(initial=0)) + 1
+
+
+class SlotAttends(NamedTuple):
+    """Attends of several slots: row i, six columns as of `Attends`, is one of slot `slot[i]`, an index into those that
+    were asked for, ascending."""
+
+    slot: Ints
+    columns: Column
+
+    def pairs(self) -> Ints:
+        """(query, key) pairs of each attend."""
+        queries, keys = self.columns[:, 1] - self.columns[:, 0], self.columns[:, 4] - self.columns[:, 3]
+        square = self.columns[:, 5] != WHOLE
+        return np.where(square, queries * (queries + 1) // 2, queries * keys)
+
+
+class FullQueries:
+    """Attends in layers without a window. A run is a maximal series of blocks of one sequence, ascending, that touch
+    in the slot; run j lies at `[opens[j], closes[j])`."""
+
+    def __init__(self, sets: BlockSets) -> None:
+        self._sets = sets
+        order = sets.sorted
+        begin, end = sets.begin[order], sets.end[order]
+        self._end = end
+        self._stop = sets.key(sets.set, sequence=sets.sequence, position=sets.stop)[order]
+        opens = np.append(True, ~(sets.same & (begin[1:] == end[:-1])))[: len(order)]
+        self._run = np.cumsum(opens) - 1
+        self._head = firsts(sets.same) if len(order) else order  # the first block of the same sequence in the set
+        self._opens, self._closes = begin[opens], end[np.append(opens[1:], True)[: len(order)]]
+        self._run_set = sets.set[order][opens]
+        self._run_head = self._run[self._head][opens]
+
+    def within(self, own: Ints) -> SlotAttends:
+        """Attends to own keys, slot 0, of ranks with these sets.
 
         A run is one causal square: within it, earlier in the slot is earlier in the sequence. Below it lie the
         earlier runs of its sequence.
         """
-        own = self.own
-        opens, closes = own.opens, own.closes
-        heads = np.flatnonzero(np.diff(own.run, prepend=-1))
-        before = own.run[heads] - own.run[own.first[heads]]
-        square = np.argsort(opens)
-        at, step = _by_step(before)
-        key = at - before[at] + step
-        squares = _table(opens[square], closes[square], 0, opens[square], closes[square], causal=1)
-        pairs = _table(opens[at], closes[at], 0, opens[key], closes[key])
-        return Attends(np.concatenate((squares, pairs)))
+        first = np.searchsorted(self._run_set, own)
+        at, number = expanded(np.searchsorted(self._run_set, own, side="right") - first)
+        run = first[at] + number
+        begin, end = self._opens[run], self._closes[run]
+        order = np.lexsort((begin, at))
+        squares = _table(begin[order], end[order], 0, begin[order], end[order], kind=CAUSAL)
+        before = run - self._run_head[run]
+        item, step = expanded(before)
+        item, step = _by_step(item, step, at[item])
+        key = run[item] - before[item] + step
+        pairs = _table(begin[item], end[item], 0, self._opens[key], self._closes[key])
+        slot, columns = np.concatenate((at[order], at[item])), np.concatenate((squares, pairs))
+        order = np.argsort(slot, kind="stable")
+        return SlotAttends(slot[order], columns[order])
 
-    def to(self, held: SlotBlocks, *, slot: int) -> Attends:
-        """Attends to the keys that another rank's blocks brought into a slot.
+    def to(self, own: Ints, keys: Ints, *, slot: Ints) -> SlotAttends:
+        """Attends of ranks with the sets `own` to the sets `keys` that others brought into their slots `slot`.
 
         Blocks of a sequence are disjoint, so a query block attends to a key block wholly (key before query) or not at
         all. Neighbouring queries with the same keys join.
         """
-        last = np.searchsorted(held.sequence * POSITIONS + held.stop, self.first_hidden, side="right") - 1
-        some = np.flatnonzero((last >= 0) & (held.sequence[last] == self.sequence)) if len(held.blocks) else last[:0]
-        last = last[some]
-        first_run, last_run = held.run[held.first[last]], held.run[last]
-        at, step = _by_step(last_run - first_run + 1)
-        run = first_run[at] + step
-        query, begin = some[at], held.opens[run]
-        end = np.where(run == last_run[at], held.end[last][at], held.closes[run])
-        return _joined(_table(self.begin[query], self.end[query], slot, begin, end))
-
-    def to_each(self, slots: Iterable[tuple[int, SlotBlocks]], *, first: Attends | None) -> Attends:
-        """`first`, then attends to the keys of each of these slots (number, blocks)."""
-        tables = [] if first is None else [first.columns]
-        rows: list[tuple[int, ...]] = []
-        for number, held in slots:
-            if not held.blocks:
-                continue
-            runs = self._seeing_all_of(held)
-            if runs is not None:
-                rows += [(begin, end, number, 0, held.num_tokens, 0) for begin, end in runs]
-                continue
-            if rows:
-                tables.append(np.array(rows, np.int64))
-                rows = []
-            tables.append(self.to(held, slot=number).columns)
-        if rows:
-            tables.append(np.array(rows, np.int64))
-        return joined_tables(tables)
-
-    def _seeing_all_of(self, held: SlotBlocks) -> list[Range] | None:
-        """Ranges of the queries that see every key of a slot, touching ones joined; None if others see a part of it.
-
-        A shortcut for slots that are one run of one sequence, as every context is.
-        """
-        only = held.only_run
-        if only is None:
-            return None
-        sequence, stop = only
-        if not self._runs:
-            self._runs = self._runs_by_sequence()
-        start, runs = self._runs.get(sequence, (stop, []))
-        return runs if start >= stop else None
-
-    def _runs_by_sequence(self) -> dict[int, tuple[int, list[Range]]]:
-        """The first own position of each sequence, and its ranges in slot 0."""
-        found: dict[int, tuple[int, list[Range]]] = {}
-        own = self.own
-        columns = (own.sequence.tolist(), own.start.tolist(), own.begin.tolist(), own.end.tolist())
-        for sequence, start, begin, end in zip(*columns, strict=True):
-            found.setdefault(sequence, (start, []))[1].append((begin, end))
-        return {sequence: (start, list(merged(sorted(runs)))) for sequence, (start, runs) in found.items()}
+        sets = self._sets
+        row, at = sets.rows(own)
+        last = (
+            np.searchsorted(
+                self._stop, sets.key(keys[at], sequence=sets.sequence[row], position=sets.start[row]), side="right"
+            )
+            - 1
+        )
+        order = sets.sorted[np.maximum(last, 0)]
+        seen = np.flatnonzero(
+            (last >= 0) & (sets.set[order] == keys[at]) & (sets.sequence[order] == sets.sequence[row])
+        )
+        row, at, last = row[seen], at[seen], last[seen]
+        first_run, last_run = self._run[self._head[last]], self._run[last]
+        item, step = expanded(last_run - first_run + 1)
+        item, step = _by_step(item, step, at[item])
+        run = first_run[item] + step
+        end = np.where(run == last_run[item], self._end[last][item], self._closes[run])
+        query, pair = row[item], at[item]
+        columns = _table(sets.begin[query], sets.end[query], slot[pair], self._opens[run], end)
+        touch = (pair[1:] == pair[:-1]) & (columns[1:, 0] == columns[:-1, 1])
+        touch &= (columns[1:, 3:5] == columns[:-1, 3:5]).all(axis=1)
+        heads, tails = np.append(True, ~touch)[: len(pair)], np.append(~touch, True)[: len(pair)]
+        kept = columns[heads]
+        kept[:, 1] = columns[tails, 1]
+        return SlotAttends(pair[heads], kept)
 
 
-def joined_tables(tables: Sequence[Column]) -> Attends:
-    """All rows, in order."""
-    return Attends(tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else _NO_ROWS)
+class WindowedQueries:
+    """Attends in layers with a window. Those to one slot come squares first, by kind, then by query."""
+
+    def __init__(self, sets: BlockSets, kind: LayerKind) -> None:
+        self._sets, self._kind = sets, kind
+        order = sets.sorted
+        start, stop, begin, end = (column[order] for column in (sets.start, sets.stop, sets.begin, sets.end))
+        goes_on = sets.same & (start[1:] == stop[:-1]) & (begin[1:] == end[:-1])
+        opens = np.append(True, ~goes_on)[: len(order)]
+        self._pieces = Pieces(
+            sets.sequence[order][opens], start[opens], stop[np.append(opens[1:], True)[: len(order)]], begin[opens]
+        )
+        self._set = sets.set[order][opens]
+
+    def within(self, own: Ints) -> SlotAttends:
+        """Attends to own keys, slot 0, of ranks with these sets."""
+        return self._attends(own, own, slot=np.zeros_like(own), reaching=False)
+
+    def to(self, own: Ints, keys: Ints, *, slot: Ints) -> SlotAttends:
+        """Attends of ranks with the sets `own` to the sets `keys` that others brought into their slots `slot`."""
+        return self._attends(own, keys, slot=slot, reaching=True)
+
+    def _attends(self, own: Ints, keys: Ints, *, slot: Ints, reaching: bool) -> SlotAttends:
+        """`reaching`: only queries that may see keys of other ranks."""
+        pieces, sets, kind = self._pieces, self._sets, self._kind
+        first = np.searchsorted(self._set, own)
+        at, number = expanded(np.searchsorted(self._set, own, side="right") - first)
+        query = first[at] + number
+        if reaching:
+            some = (pieces.start[query] > 0) & (kind.first_visible(1) < 1)
+            query, at = query[some], at[some]
+        start, stop, sequence = pieces.start[query], pieces.stop[query], pieces.sequence[query]
+        low = np.maximum(kind.first_visible(start), 0)
+        first = np.searchsorted(
+            sets.key(self._set, sequence=pieces.sequence, position=pieces.stop),
+            sets.key(keys[at], sequence=sequence, position=low),
+            side="right",
+        )
+        last = np.searchsorted(
+            sets.key(self._set, sequence=pieces.sequence, position=pieces.start),
+            sets.key(keys[at], sequence=sequence, position=stop),
+        )
+        item, step = expanded(np.maximum(last - first, 0))
+        parts = decomposed(pieces.part(query[item]), pieces.part(first[item] + step), window=kind.window)
+        pair = at[item][parts[:, 5]]
+        order = np.argsort(pair, kind="stable")
+        pair, parts = pair[order], parts[order]
+        columns = np.empty((len(parts), 6), np.int64)
+        columns[:, :2], columns[:, 2], columns[:, 3:5], columns[:, 5] = (
+            parts[:, :2],
+            slot[pair],
+            parts[:, 2:4],
+            parts[:, 4],
+        )
+        return SlotAttends(pair, columns)
 
 
-def _by_step(counts: Column) -> tuple[Column, Column]:
-    """Item i `counts[i]` times and the number of the repetition, ordered by repetition."""
-    if counts.max(initial=1) == 1 and counts.min(initial=1) == 1:
-        return np.arange(len(counts)), np.zeros(len(counts), np.int64)
-    at, step = expanded(counts)
-    order = np.argsort(step, kind="stable")
-    return at[order], step[order]
+def queries_of(sets: BlockSets, kind: LayerKind) -> FullQueries | WindowedQueries:
+    """What makes the attends of layers of a kind."""
+    return FullQueries(sets) if kind == FULL else WindowedQueries(sets, kind)
 
 
-def _table(begin: Column, end: Column, slot: int, key_begin: Column, key_end: Column, *, causal: int = 0) -> Column:
+def attends_of(queries: FullQueries | WindowedQueries, own: Ints, *, keys: Ints, slot: Ints) -> SlotAttends:
+    """Attends of ranks with the sets `own` to the sets `keys` in their slots `slot`, of which slot 0 is their own."""
+    inner, outer = np.flatnonzero(slot == 0), np.flatnonzero(slot != 0)
+    parts = (queries.within(own[inner]), queries.to(own[outer], keys[outer], slot=slot[outer]))
+    at = np.concatenate((inner[parts[0].slot], outer[parts[1].slot]))
+    order = np.argsort(at, kind="stable")
+    return SlotAttends(at[order], np.concatenate([each.columns for each in parts])[order])
+
+
+def _by_step(item: Ints, step: Ints, slot: Ints) -> tuple[Ints, Ints]:
+    """Items that are repeated, by slot, then repetition."""
+    if not step.any():
+        return item, step
+    order = np.lexsort((step, slot))
+    return item[order], step[order]
+
+
+def _table(begin: Ints, end: Ints, slot: Ints | int, key_begin: Ints, key_end: Ints, *, kind: int = WHOLE) -> Column:
     columns = np.empty((len(begin), 6), np.int64)
     columns[:, 0], columns[:, 1], columns[:, 2] = begin, end, slot
-    columns[:, 3], columns[:, 4], columns[:, 5] = key_begin, key_end, causal
+    columns[:, 3], columns[:, 4], columns[:, 5] = key_begin, key_end, kind
     return columns
-
-
-def _joined(columns: Column) -> Attends:
-    """Neighbours joined whose queries touch and whose keys are the same."""
-    touch = (columns[1:, 0] == columns[:-1, 1]) & (columns[1:, 3:5] == columns[:-1, 3:5]).all(axis=1)
-    heads = np.append(True, ~touch)[: len(columns)]
-    kept = columns[heads]
-    kept[:, 1] = columns[np.append(~touch, True)[: len(columns)], 1]
-    return Attends(kept)
 
 
 TILE = 128

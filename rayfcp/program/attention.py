@@ -1,4 +1,4 @@
-"""Lowering of a layout to attention programs: slots, rounds, and the way of partial gradients home.
+"""Lowering of a layout to attention: slots, messages, and the way of partial gradients home, for all ranks at once.
 
 Blocks of a context lie in slots of their own from the start, at home there as own blocks are in slot 0. A transfer
 fills a new slot at its target (one for each home of its blocks), which attends to it in the next round. In backward
@@ -22,351 +22,385 @@ relays break it: a rank may then pass a partial on and send another home in one 
 receive from several ranks.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
-from rayfcp.program.attends import Brought, Queries, SlotBlocks, block_columns, paced
-from rayfcp.program.instructions import (
-    Attend,
-    Attends,
-    AttentionProgram,
-    AttentionRound,
-    Column,
-    ContextSlot,
-    Message,
-    Payload,
-    Range,
-    merged,
-)
-from rayfcp.program.windows import WindowedQueries
-from rayfcp.values import FULL, Block, LayerKind, Layout, Pacing, Transfer
+import numpy as np
 
-Order = Mapping[tuple[int, int], int]
-"""Row of a slot 0 at which each block, named by (sequence, start), begins."""
+from rayfcp.plan.layout import Blocks, Placement
+from rayfcp.program.attends import BlockSets, Brought, paced
+from rayfcp.program.instructions import Attends
+from rayfcp.program.table import AttentionTable, ContextRows, KeptRows, Messages, Phases, Slots, Units
+from rayfcp.values import FULL, LayerKind, Pacing
+from rayfcp.values.arrays import Ints, expanded
 
-Orders = Mapping[int, Mapping[int, Order]]
-"""The order of each rank's slot 0, by microbatch, then rank."""
 
-Needed = Collection[tuple[int, int]]
-"""(sequence, start) of blocks whose keys and values later microbatches need."""
-
-BlockSet = tuple[int, ...]
-"""Blocks that travel or lie together, as indices into `Layout.all_blocks`."""
-
-_NO_ATTENDS = Attends.of(())
-_PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
+def padding_number(rank: int) -> int:
+    """The sequence number of the padding token of a rank without tokens; no batch has it."""
+    return -1 - rank
 
 
 def lower_attention(
-    layout: Layout,
+    placement: Placement,
+    units: Units,
     *,
-    num_ranks: int,
     kind: LayerKind = FULL,
-    own: Sequence[Sequence[int]] | None = None,
-    earlier: Orders | None = None,
-    needed: Needed = (),
-) -> tuple[AttentionProgram, ...]:
-    """The attention program of each rank for one microbatch, in layers of a `kind`, for which keys and
-    values that no query sees need not travel (`rayfcp.program.windows`). `own`: the blocks of each rank in the order of
-    its slot 0, that of the layout if absent. `earlier`: for the microbatches of the layout's context.
+    earlier: Mapping[int, AttentionTable] | None = None,
+    needed: Blocks | None = None,
+) -> AttentionTable:
+    """The attention of all ranks for one microbatch, in layers of a `kind`, for which keys and values that no query
+    sees need not travel (`rayfcp.program.windows`). `units`: the ranks that share out heads. `earlier`: of the
+    microbatches of the layout's context. `needed`: blocks whose keys and values later microbatches need.
 
-    Invariant: every visible (query, key) pair is computed on the query's rank in exactly one attend, forward and
-    backward; both ends of a message carry the same number of tokens.
+    `source` and `target` of transfers number ranks, of which each is a unit of its own, or, where the layout has
+    `heads`, units.
+
+    Invariant: every visible (query, key) pair is computed once for each head, on the query's rank or one that shares
+    heads with it, forward and backward; both ends of a message carry the same tokens.
 
     Raises:
         ValueError: a transfer names no blocks, blocks or a rank that are not there, one rank twice, or blocks that
-            its source does not hold together by then.
+            its source does not hold together by then; the context's microbatch has its blocks elsewhere.
     """
-    blocks, pacing = layout.all_blocks, layout.pacing
-    coalesce, hold = (pacing.coalesce, pacing.num_buffers) if pacing else (1, 2)
-    num_stages = -(-len(layout.rounds) // coalesce)
-    placed = _blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
-    sets = _BlockSets(layout, blocks)
-    ranks = _first_slots(placed, sets, num_stages=num_stages, hold=hold)
-    for index, step in enumerate(layout.rounds):
-        for transfer in step.transfers:
-            _check_transfer(transfer, blocks, index=index, num_ranks=num_ranks, paced=pacing is not None)
-            for part in sets.of(transfer.blocks):
-                _add_transfer(ranks, transfer, part=part, sets=sets, index=index // coalesce)
-    for rank in ranks:
-        held = rank.slots[0].held
-        queries = Queries(held) if kind == FULL else WindowedQueries(held, kind)
-        _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
-    for number in range(num_ranks):
-        _add_gradients(ranks, number, hold=hold)
-    context = _context_slots(layout, num_ranks=num_ranks, earlier=earlier or {}) if layout.context else None
-    return tuple(
-        AttentionProgram(
-            num_tokens=max(rank.slots[0].held.num_tokens, 1),
-            forward=rank.forward.finished(),
-            backward=rank.backward.finished(),
-            context=context[number] if context else (),
-            kept=_kept_ranges(rank.slots[0].held, blocks, needed=needed) if needed else (),
-        )
-        for number, rank in enumerate(ranks)
+    held = _Held(placement, units)
+    coalesce, hold = (placement.pacing.coalesce, placement.pacing.num_buffers) if placement.pacing else (1, 2)
+    moves = held.moves(placement, coalesce=coalesce)
+    slots, source_slot, target_slot = _slots(held, moves)
+    keys = Messages(
+        round=moves.round, source=moves.source, target=moves.target, source_slot=source_slot, target_slot=target_slot
     )
+    none = np.empty(0, np.int64)
+    table = AttentionTable(
+        units=units,
+        tokens=np.bincount(held.blocks.rank[held.home == 0], held.blocks.num_tokens[held.home == 0]).astype(np.int64),
+        sets=held.sets,
+        slots=slots,
+        keys=keys,
+        gradients=_gradients(held, slots, keys, hold=hold),
+        context=_context(placement, held, earlier or {}),
+        kept=_kept(held, needed),
+        phases=Phases(none, none.reshape(0, 6)),
+        kind=kind,
+    )
+    if not placement.pacing:
+        return table
+    num_phases = -(-placement.num_rounds // coalesce) + 1
+    return replace(table, phases=_phases(table, placement.pacing, num_phases=num_phases))
 
 
-class _RoundDrafts:
-    """Rounds of a rank while they are being filled."""
+class _Moves(NamedTuple):
+    """Transfers between units, in order: those of the layout, one for each home of its blocks."""
 
-    def __init__(self, num_rounds: int) -> None:
-        self.sends: list[list[Message]] = [[] for _ in range(num_rounds)]
-        self.receives: list[list[Message]] = [[] for _ in range(num_rounds)]
-        self.attends: list[Attends] = [_NO_ATTENDS] * num_rounds
-
-    def finished(self) -> tuple[AttentionRound, ...]:
-        """The rounds, without empty ones at the end."""
-        drafts = list(zip(self.sends, self.receives, self.attends, strict=True))
-        while drafts and not (drafts[-1][0] or drafts[-1][1] or len(drafts[-1][2].columns)):
-            drafts.pop()
-        return tuple(
-            AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=attends)
-            for sends, receives, attends in drafts
-        )
+    round: Ints
+    source: Ints
+    target: Ints
+    set: Ints
 
 
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """Blocks of one owner that lie together on a rank; the owner has them in slot `home`, 0 or one of context.
-    `arrived` is below 0 there. `passed`: (rank, its slot, round) of where it went on to."""
+class _Held:
+    """Blocks of a placement and of padding, and the sets of them that lie in slots: first those at home, set
+    `unit * num_homes + home`, then those that travel. Block b is at home in slot `home[b]` of unit `unit[b]`; `owner`
+    and `home_of` say the same of sets."""
 
-    held: SlotBlocks
-    arrived: int
-    owner: int
-    home: int = 0
-    passed: tuple[int, int, int] | None = None
+    def __init__(self, placement: Placement, units: Units) -> None:
+        own = placement.own
+        padded: Ints = np.setdiff1d(np.arange(units.num_ranks), own.rank)
+        padding = Blocks(-1 - padded, np.zeros_like(padded), np.ones_like(padded), padded)  # `padding_number`
+        self.blocks = Blocks.joined([placement.blocks, padding])
+        self.num_placed, self.num_homes = len(placement.blocks.rank), 1 + len(placement.contexts)
+        counts = [count for _, count in placement.contexts]
+        self.home = np.repeat(np.arange(self.num_homes + 1) % self.num_homes, [len(own.rank), *counts, len(padded)])
+        if not placement.contexts:
+            self.home[:] = 0
+        unit, position = units.of_ranks()
+        self.unit = unit[self.blocks.rank]
+        self._end = (
+            unit if placement.heads == 1 else np.arange(units.num_units)
+        )  # the unit that an end of a transfer names
+        at_home = self.unit * self.num_homes + self.home
+        position = np.where(self.home == 0, position[self.blocks.rank], 0)
+        self._members = np.lexsort((position, at_home))
+        self._counts = np.bincount(at_home, minlength=units.num_units * self.num_homes)
+        number = np.arange(units.num_units * self.num_homes)
+        self.owner, self.home_of = np.divmod(number, self.num_homes)
+        self.paced = placement.pacing is not None
+        self.num_units, self.first_rank = units.num_units, units.ranks[units.first[:-1]]
+        self.sets = self._sets()
 
-    @property
-    def at_home(self) -> bool:
-        return self.arrived < 0
+    def moves(self, placement: Placement, *, coalesce: int) -> _Moves:
+        """The transfers, after the sets that they carry were added."""
+        transfers = placement.transfers
+        self._check(placement)
+        first, block = transfers.first, transfers.block
+        sets = np.repeat(np.arange(len(first) - 1), np.diff(first))
+        if self.num_homes > 1:  # a set of several homes becomes several
+            order = np.lexsort((self.home[block], sets))
+            sets, block = sets[order], block[order]
+            opens = np.append(True, (sets[1:] != sets[:-1]) | (self.home[block][1:] != self.home[block][:-1]))
+            opens = opens[: len(sets)]
+            part_of = sets[opens]
+            first = np.append(np.flatnonzero(opens), len(sets))
+        else:
+            part_of = np.arange(len(first) - 1)
+        number = self._add(first, block)
+        parts = np.searchsorted(part_of, np.arange(len(transfers.first)))
+        row, part = expanded(np.diff(parts)[transfers.carried])
+        carried = number[parts[:-1][transfers.carried][row] + part]
+        source, target = (self._end[end[row]] for end in (transfers.source, transfers.target))
+        return _Moves(transfers.round[row] // coalesce, source, target, carried)
 
+    def _add(self, first: Ints, block: Ints) -> Ints:
+        """The numbers of these sets, of blocks with one home; those that are all blocks at a home, in order, are it."""
+        sizes = np.diff(first)
+        some = sizes > 0
+        head = np.append(block, 0)[first[:-1]]
+        home = np.where(some, self.unit[head] * self.num_homes + self.home[head], 0)
+        at = np.repeat(np.arange(len(sizes)), sizes)
+        whole = some & (sizes == self._counts[home])
+        if whole.any():
+            start = (np.cumsum(self._counts) - self._counts)[home]
+            place = np.minimum(start[at] + np.arange(len(block)) - first[:-1][at], len(self._members) - 1)
+            whole &= np.bincount(at[self._members[place] != block], minlength=len(sizes)) == 0
+        number = np.where(whole, home, len(self._counts) + np.cumsum(~whole) - 1)
+        new = ~whole[at]
+        self._members = np.concatenate((self._members, block[new]))
+        self._counts = np.concatenate((self._counts, sizes[~whole]))
+        self.owner = np.concatenate((self.owner, self.unit[head][~whole]))
+        self.home_of = np.concatenate((self.home_of, self.home[head][~whole]))
+        self.sets = self._sets()
+        return number
 
-@dataclass(slots=True, kw_only=True)
-class _RankDraft:
-    """Slots and rounds of a rank. `numbers[owner, home]`: its slots with blocks that are at home there, ascending."""
+    def _sets(self) -> BlockSets:
+        blocks, first = self.blocks.at(self._members), np.append(0, np.cumsum(self._counts))
+        return BlockSets(first, sequence=blocks.sequence, start=blocks.start, stop=blocks.stop)
 
-    slots: list[_Slot]
-    forward: _RoundDrafts
-    backward: _RoundDrafts
-    numbers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    def members(self, number: int) -> Ints:
+        """The blocks of a set."""
+        return self._members[self.sets.first[number] : self.sets.first[number + 1]]
 
-    def add(self, slot: _Slot) -> int:
-        """The number of the new slot."""
-        self.slots.append(slot)
-        self.numbers.setdefault((slot.owner, slot.home), []).append(len(self.slots) - 1)
-        return len(self.slots) - 1
+    def _check(self, placement: Placement) -> None:
+        """
+        Raises:
+            ValueError: a transfer names no blocks, blocks or a rank that are not there, or one rank twice; or passes
+                blocks on where rounds are paced.
+        """
+        transfers, num_blocks, num_ends = placement.transfers, self.num_placed, len(self._end)
+        size = np.diff(transfers.first)[transfers.carried]
+        head = np.append(transfers.block, -1)[transfers.first[transfers.carried]]
+        low = np.minimum(transfers.source, transfers.target)
+        high = np.maximum(transfers.source, transfers.target)
+        wrong = (size == 0) | (low == high) | (low < 0) | (high >= num_ends) | (head < 0) | (head >= num_blocks)
+        if self.paced and not wrong.any():
+            wrong |= self.unit[head] != self._end[transfers.source]
+        if wrong.any():
+            raise ValueError(self._problem(placement, int(np.argmax(wrong))))
+        if len(transfers.block) and not 0 <= transfers.block.min() <= transfers.block.max() < num_blocks:
+            outside = (transfers.block < 0) | (transfers.block >= num_blocks)
+            carried = np.searchsorted(transfers.first, np.argmax(outside), side="right") - 1
+            row = int(np.argmax(transfers.carried == carried))
+            raise ValueError(_not_held(placement, row, blocks=_blocks_of(placement, row)))
 
-
-class _BlockSets:
-    """Sets of blocks that travel or lie together. `home[b]`: the slot in which block b's owner has it."""
-
-    def __init__(self, layout: Layout, blocks: Sequence[Block]) -> None:
-        self.table: Column = block_columns(blocks)
-        self.home = [0] * len(layout.blocks)
-        self.rank = [block.rank for block in blocks]
-        self.num_contexts = len(layout.context)
-        for number, context in enumerate(layout.context, start=1):
-            self.home += [number] * len(context.blocks)
-        self._parts: dict[BlockSet, list[BlockSet]] = {}
-        self._placed: dict[BlockSet, SlotBlocks] = {}
-
-    def of(self, blocks: BlockSet) -> list[BlockSet]:
-        """The blocks of a transfer, one set for each slot that their owner has them in."""
-        if not self.num_contexts:
-            return [blocks]
-        found = self._parts.get(blocks)
-        if found is None:
-            parts: dict[int, list[int]] = {}
-            for block in blocks:
-                parts.setdefault(self.home[block] if 0 <= block < len(self.home) else 0, []).append(block)
-            found = self._parts[blocks] = [tuple(parts[home]) for home in sorted(parts)]
-        return found
-
-    def placed(self, blocks: BlockSet) -> SlotBlocks:
-        """The blocks laid end to end."""
-        found = self._placed.get(blocks)
-        if found is None:
-            found = self._placed[blocks] = SlotBlocks(blocks, self.table)
-        return found
-
-    def of_context(self, num_ranks: int) -> list[list[BlockSet]]:
-        """The blocks of each context on each rank."""
-        found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(self.num_contexts)]
-        for block, (home, rank) in enumerate(zip(self.home, self.rank, strict=True)):
-            if home:
-                found[home - 1][rank].append(block)
-        return [[tuple(blocks) for blocks in of_ranks] for of_ranks in found]
-
-
-def _first_slots(own: Sequence[Sequence[int]], sets: _BlockSets, *, num_stages: int, hold: int) -> list[_RankDraft]:
-    """Each rank with the slot of its own blocks and those of its context; `hold`: rounds from the arrival of a slot to
-    the round in which its partial gradient goes home."""
-    ranks = []
-    contexts = sets.of_context(len(own)) if sets.num_contexts else []
-    for number, blocks in enumerate(own):
-        rank = _RankDraft(slots=[], forward=_RoundDrafts(num_stages + 1), backward=_RoundDrafts(num_stages + hold))
-        rank.add(_Slot(held=sets.placed(tuple(blocks)), arrived=-1, owner=number))
-        for home, of_ranks in enumerate(contexts, start=1):
-            rank.add(_Slot(held=sets.placed(of_ranks[number]), arrived=-1, owner=number, home=home))
-        ranks.append(rank)
-    return ranks
-
-
-def _blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
-    own: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index, block in enumerate(layout.blocks):
-        own[block.rank].append(index)
-    return own
-
-
-def order_of(blocks: Sequence[Block]) -> Order:
-    """The order of a slot 0 that holds these blocks.
-
-    >>> order_of([Block(sequence=0, start=4, stop=6, rank=0), Block(sequence=2, start=0, stop=1, rank=0)])
-    {(0, 4): 0, (2, 0): 2}
-    """
-    order, at = {}, 0
-    for block in blocks:
-        order[block.sequence, block.start] = at
-        at += block.num_tokens
-    return order
-
-
-def _context_slots(layout: Layout, *, num_ranks: int, earlier: Orders) -> list[tuple[ContextSlot, ...]]:
-    """Slots 1.. of each rank that has blocks of the layout's contexts.
-
-    Raises:
-        ValueError: a context's microbatch does not have its blocks on the same rank, in the same order, side by side.
-    """
-    slots: list[list[ContextSlot]] = [[] for _ in range(num_ranks)]
-    for number, context in enumerate(layout.context, start=1):
-        of_rank: dict[int, list[Block]] = {}
-        for block in context.blocks:
-            of_rank.setdefault(block.rank, []).append(block)
-        for rank, mine in of_rank.items():
-            order = earlier[context.microbatch][rank] if context.microbatch in earlier else {}
-            joined = merged([_span(block, order, microbatch=context.microbatch) for block in mine])
-            if len(joined) > 1:
-                raise ValueError(
-                    f"context of microbatch {context.microbatch}: blocks of sequence {mine[0].sequence} on rank {rank} "
-                    f"lie at {joined}, must lie side by side in their order; plan the batch again"
-                )
-            slots[rank].append(ContextSlot(slot=number, microbatch=context.microbatch, span=joined[0]))
-    return [tuple(each) for each in slots]
-
-
-def _span(block: Block, order: Order, *, microbatch: int) -> Range:
-    start = order.get((block.sequence, block.start))
-    if start is None:
-        raise ValueError(
-            f"context of microbatch {microbatch}: tokens [{block.start}, {block.stop}) of sequence {block.sequence} "
-            f"are not on rank {block.rank} there; keep a sequence's slices on the same ranks, with the same primitive"
-        )
-    return start, start + block.num_tokens
-
-
-def _kept_ranges(held: SlotBlocks, blocks: Sequence[Block], *, needed: Needed) -> tuple[Range, ...]:
-    """Ranges of a slot 0 that later microbatches need, ascending."""
-    spans = (span for at, span in held.ranges.items() if (blocks[at].sequence, blocks[at].start) in needed)
-    return merged(sorted(spans))
-
-
-def _check_transfer(transfer: Transfer, blocks: Sequence[Block], *, index: int, num_ranks: int, paced: bool) -> None:
-    where = f"the transfer from rank {transfer.source} to rank {transfer.target}"
-    if not transfer.blocks:
-        raise ValueError(f"round {index}: blocks is empty in {where}, must name at least one block; drop the transfer")
-    ends = (transfer.source, transfer.target)
-    if transfer.source == transfer.target or any(not 0 <= rank < num_ranks for rank in ends):
-        raise ValueError(
-            f"round {index}: a transfer has source {transfer.source} and target {transfer.target}, must be two ranks "
-            f"of [0, {num_ranks}); drop it or name another rank"
-        )
-    if not 0 <= transfer.blocks[0] < len(blocks):  # `_held_in` refuses other blocks that are not there
-        raise ValueError(
-            f"round {index}: blocks are {transfer.blocks} in {where}, must be within [0, {len(blocks)}); plan again"
-        )
-    if paced and transfer.source != (owner := blocks[transfer.blocks[0]].rank):
-        raise ValueError(
-            f"round {index}: rank {transfer.source} passes on blocks of rank {owner}, which paced rounds do not "
+    def _problem(self, placement: Placement, row: int) -> str:
+        transfers, number = placement.transfers, int(placement.transfers.round[row])
+        source, target = int(transfers.source[row]), int(transfers.target[row])
+        where, blocks = f"the transfer from rank {source} to rank {target}", _blocks_of(placement, row)
+        if not blocks:
+            return f"round {number}: blocks is empty in {where}, must name at least one block; drop the transfer"
+        if source == target or not 0 <= min(source, target) <= max(source, target) < len(self._end):
+            return (
+                f"round {number}: a transfer has source {source} and target {target}, must be two ranks "
+                f"of [0, {len(self._end)}); drop it or name another rank"
+            )
+        if not 0 <= blocks[0] < self.num_placed:
+            return f"round {number}: blocks are {blocks} in {where}, must be within [0, {self.num_placed}); plan again"
+        return (
+            f"round {number}: rank {source} passes on blocks of rank {self.unit[blocks[0]]}, which paced rounds do not "
             "do; send them from their owner"
         )
 
 
-def _add_transfer(ranks: list[_RankDraft], transfer: Transfer, *, part: BlockSet, sets: _BlockSets, index: int) -> None:
-    source, target = ranks[transfer.source], ranks[transfer.target]
-    number = _held_in(source, transfer, part=part, sets=sets, index=index)
-    slot = source.slots[number]
-    held = slot.held if slot.held.blocks == part else sets.placed(part)
-    new = target.add(_Slot(held=held, arrived=index, owner=slot.owner, home=slot.home))
-    whole = not slot.at_home and len(held.blocks) == len(slot.held.blocks)
-    if whole and slot.passed is None:
-        slot.passed = (transfer.target, new, index)
-    sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(part))
-    received = Message(peer=transfer.source, payload=Payload.KV, slot=new, ranges=held.all)
-    source.forward.sends[index].append(sent)
-    source.backward.sends[index].append(sent)
-    target.forward.receives[index].append(received)
-    target.backward.receives[index].append(received)
+def _blocks_of(placement: Placement, row: int) -> tuple[int, ...]:
+    transfers = placement.transfers
+    carried = transfers.carried[row]
+    return tuple(transfers.block[transfers.first[carried] : transfers.first[carried + 1]].tolist())
 
 
-def _held_in(source: _RankDraft, transfer: Transfer, *, part: BlockSet, sets: _BlockSets, index: int) -> int:
-    """The latest slot of the source that holds all blocks of the set by then."""
-    for number in reversed(source.numbers.get((sets.rank[part[0]], sets.home[part[0]]), ())):
-        slot = source.slots[number]
-        if slot.arrived < index and slot.held.holds(part):
-            return number
-    raise ValueError(
-        f"round {index}: rank {transfer.source} sends blocks {part} to rank {transfer.target} "
+def _not_held(placement: Placement, row: int, *, blocks: tuple[int, ...]) -> str:
+    transfers = placement.transfers
+    return (
+        f"round {transfers.round[row]}: rank {transfers.source[row]} sends blocks {blocks} to rank "
+        f"{transfers.target[row]} but does not hold them together by then; send them from their owner"
+    )
+
+
+def _slots(held: _Held, moves: _Moves) -> tuple[Slots, Ints, Ints]:
+    """All slots, and of each transfer the slot that it leaves and the one that it fills.
+
+    A transfer leaves the slot that came last of those that hold all its blocks by then.
+
+    Raises:
+        ValueError: there is none.
+    """
+    num_units, homes = held.num_units, held.num_homes
+    order = np.argsort(moves.target, kind="stable")
+    counts = np.bincount(moves.target, minlength=num_units)
+    target_slot = np.empty(len(order), np.int64)
+    target_slot[order] = homes + np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.append(0, np.cumsum(counts + homes))
+    slots = Slots(first=first, set=np.empty(first[-1], np.int64), arrived=np.full(first[-1], -1))
+    at_home = (first[:-1, None] + np.arange(homes)).ravel()
+    filled = first[moves.target] + target_slot
+    slots.set[at_home], slots.set[filled] = np.arange(num_units * homes), moves.set
+    slots.arrived[filled] = moves.round
+    source_slot = np.where(held.owner[moves.set] == moves.source, held.home_of[moves.set], -1)
+    _check_owners(held, moves, np.flatnonzero(source_slot >= 0))
+    relayed = np.flatnonzero(source_slot < 0)
+    if len(relayed):
+        source_slot[relayed] = _relaying(held, moves, target_slot, relayed)
+    return slots, source_slot, target_slot
+
+
+def _check_owners(held: _Held, moves: _Moves, rows: Ints) -> None:
+    """
+    Raises:
+        ValueError: a set that leaves its owner has blocks of others.
+    """
+    sets = np.unique(moves.set[rows])
+    row, at = held.sets.rows(sets)
+    block = held._members[row]
+    strange = held.unit[block] != held.owner[sets[at]]
+    if strange.any():
+        number = sets[at[np.argmax(strange)]]
+        raise ValueError(_lacking(held, moves, int(rows[np.argmax(moves.set[rows] == number)])))
+
+
+def _lacking(held: _Held, moves: _Moves, row: int) -> str:
+    return (
+        f"round {moves.round[row]}: rank {moves.source[row]} sends blocks "
+        f"{tuple(held.members(moves.set[row]).tolist())} to rank {moves.target[row]} "
         "but does not hold them together by then; send them from their owner"
     )
 
 
-def _add_attends(
-    rank: _RankDraft, queries: Queries | WindowedQueries, pacing: Pacing | None, *, num_phases: int
-) -> None:
-    within = queries.within() if rank.slots[0].held.blocks else _PADDING
-    phases = (
-        _paced(rank, queries, within, pacing, num_phases=num_phases) if pacing else _one_by_one(rank, queries, within)
-    )
-    for index, each in enumerate(phases):
-        if len(each):
-            rank.forward.attends[index] = rank.backward.attends[index] = each
+def _relaying(held: _Held, moves: _Moves, target_slot: Ints, relayed: Ints) -> Ints:
+    """The slots from which these transfers pass on what came before."""
+    num_rounds, num_sets = int(moves.round.max()) + 1, len(held.sets)
+    came = (moves.target * num_sets + moves.set) * num_rounds + moves.round
+    order = np.argsort(came, kind="stable")
+    wanted = (moves.source * num_sets + moves.set) * num_rounds + moves.round
+    last = np.searchsorted(came[order], wanted[relayed]) - 1
+    row = order[np.maximum(last, 0)]
+    same = (last >= 0) & (moves.target[row] == moves.source[relayed]) & (moves.set[row] == moves.set[relayed])
+    found = np.where(same, target_slot[row], -1)
+    for at in np.flatnonzero(~same).tolist():  # part of what came: layouts by hand
+        found[at] = target_slot[_holding(held, moves, int(relayed[at]))]
+    return found
 
 
-def _one_by_one(rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends) -> list[Attends]:
-    """Keys that are there from the start, then those that each round brought."""
-    brought: list[list[tuple[int, SlotBlocks]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
-    for number, slot in enumerate(rank.slots[1:], start=1):
-        brought[slot.arrived + 1].append((number, slot.held))
-    return [queries.to_each(slots, first=None if index else within) for index, slots in enumerate(brought)]
+def _holding(held: _Held, moves: _Moves, row: int) -> int:
+    """The latest transfer to the source of transfer `row` that brought all its blocks, and more."""
+    blocks, number = held.members(moves.set[row]), moves.set[row]
+    alike = (held.owner[moves.set] == held.owner[number]) & (held.home_of[moves.set] == held.home_of[number])
+    came = np.flatnonzero(alike & (moves.target == moves.source[row]) & (moves.round < moves.round[row]))
+    for earlier in came[::-1].tolist():
+        if np.isin(blocks, held.members(moves.set[earlier])).all():
+            return int(earlier)
+    raise ValueError(_lacking(held, moves, row))
 
 
-def _paced(
-    rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends, pacing: Pacing, *, num_phases: int
-) -> list[Attends]:
-    brought = [
-        Brought(
-            attends=queries.to(slot.held, slot=number),
-            first=slot.arrived + 1,
-            due=num_phases - 1 if slot.at_home else pacing.due_phase(slot.arrived),
+def _gradients(held: _Held, slots: Slots, keys: Messages, *, hold: int) -> Messages:
+    """One message for each slot that came: on to where the slot was passed on to first, or home."""
+    came, left = slots.first[keys.target] + keys.target_slot, slots.first[keys.source] + keys.source_slot
+    sizes = np.diff(held.sets.first)
+    on = np.flatnonzero((slots.arrived[left] >= 0) & (sizes[slots.set[left]] == sizes[slots.set[came]]))
+    passed = np.full(len(slots.set), -1)
+    passed[left[on[::-1]]] = on[::-1]  # the first of several
+    follower, carried = passed[came], slots.set[came]
+    goes_on = np.flatnonzero(follower >= 0)
+    rounds, target, there = keys.round + hold, held.owner[carried], held.home_of[carried]
+    rounds[goes_on] = keys.round[follower[goes_on]] + 1
+    target[goes_on], there[goes_on] = (column[follower[goes_on]] for column in (keys.target, keys.target_slot))
+    order = np.lexsort((keys.target_slot, keys.target, rounds))
+    return Messages(*(column[order] for column in (rounds, keys.target, target, keys.target_slot, there)))
+
+
+def _context(placement: Placement, held: _Held, earlier: Mapping[int, AttentionTable]) -> ContextRows:
+    """The slots of context that hold blocks, and where these lie in slot 0 of the earlier microbatch.
+
+    Raises:
+        ValueError: a context's microbatch does not have its blocks on the same rank, in the same order, side by side.
+    """
+    found: list[tuple[int, int, int, int, int]] = []
+    for number, (microbatch, _) in enumerate(placement.contexts, start=1):
+        for unit in np.unique(held.unit[held.home == number]).tolist():
+            blocks = held.blocks.at(held.members(unit * held.num_homes + number))
+            start, stop = _span(blocks, earlier.get(microbatch), rank=held.first_rank[unit], microbatch=microbatch)
+            found.append((unit, number, microbatch, start, stop))
+    return ContextRows(*np.array(sorted(found), np.int64).reshape(-1, 5).T)
+
+
+def _span(blocks: Blocks, earlier: AttentionTable | None, *, rank: int, microbatch: int) -> tuple[int, int]:
+    """Where blocks lie in the slot 0 that the unit of a rank had in an earlier microbatch."""
+    sets = earlier.sets if earlier else None
+    row = np.full(len(blocks.rank), -1)
+    if earlier and sets:
+        own = earlier.slots.set[earlier.slots.first[earlier.place_of_rank[0][rank]]]
+        row = sets.find(np.full(len(row), own), sequence=blocks.sequence, start=blocks.start)
+    if (row < 0).any() or sets is None:
+        at = int(np.argmax(row < 0))
+        raise ValueError(
+            f"context of microbatch {microbatch}: tokens [{blocks.start[at]}, {blocks.stop[at]}) of sequence "
+            f"{blocks.sequence[at]} are not on rank {blocks.rank[at]} there; keep a sequence's slices on the same "
+            "ranks, with the same primitive"
         )
-        for number, slot in enumerate(rank.slots[1:], start=1)
-    ]
-    return paced(brought, within, num_phases=num_phases)
+    begin = sets.begin[row]
+    end = begin + blocks.num_tokens
+    if (begin[1:] != end[:-1]).any():
+        raise ValueError(
+            f"context of microbatch {microbatch}: blocks of sequence {blocks.sequence[0]} on rank {rank} "
+            f"lie at {tuple(zip(begin.tolist(), end.tolist(), strict=True))}, must lie side by side in their order; "
+            "plan the batch again"
+        )
+    return int(begin[0]), int(end[-1])
 
 
-def _add_gradients(ranks: list[_RankDraft], number: int, *, hold: int) -> None:
-    rank = ranks[number]
-    for index, slot in enumerate(rank.slots):
-        if slot.at_home:
-            continue
-        if slot.passed is not None:
-            target, there, when = slot.passed[0], slot.passed[1], slot.passed[2] + 1
-        else:
-            target, there, when = slot.owner, slot.home, slot.arrived + hold
-        arriving = ranks[target].slots[there].held.at(slot.held.blocks)
-        sent = Message(peer=target, payload=Payload.GRAD, slot=index, ranges=slot.held.all)
-        rank.backward.sends[when].append(sent)
-        received = Message(peer=number, payload=Payload.GRAD, slot=there, ranges=arriving)
-        ranks[target].backward.receives[when].append(received)
+def _kept(held: _Held, needed: Blocks | None) -> KeptRows:
+    """Ranges of each unit's slot 0 that later microbatches need, ascending."""
+    none = np.empty(0, np.int64)
+    if needed is None:
+        return KeptRows(none, none, none)
+    sets = held.sets
+    home = np.arange(held.num_units) * held.num_homes
+    row, unit = sets.rows(home)
+    wanted = BlockSets(np.array([0, len(needed.start)]), sequence=needed.sequence, start=needed.start, stop=needed.stop)
+    kept = wanted.find(np.zeros_like(row), sequence=sets.sequence[row], start=sets.start[row]) >= 0
+    row, unit = row[kept], unit[kept]
+    begin, end = sets.begin[row], sets.end[row]
+    opens = np.append(True, (unit[1:] != unit[:-1]) | (begin[1:] != end[:-1]))[: len(row)]
+    stop = end[np.append(opens[1:], True)[: len(row)]]
+    return KeptRows(unit[opens], begin[opens], stop)
+
+
+def _phases(table: AttentionTable, pacing: Pacing, *, num_phases: int) -> Phases:
+    """The attends of a table, spread over phases."""
+    slots, of_slot = table.slots, dict[int, Attends]()
+    for rows, found in table.attends():
+        bounds = np.searchsorted(found.slot, np.arange(len(rows) + 1))
+        parts = np.split(found.columns, bounds[1:-1])
+        of_slot |= dict(zip(rows.tolist(), map(Attends, parts), strict=True))
+    arrived = slots.arrived.tolist()
+    phases: list[Attends] = []
+    for first, last in itertools.pairwise(slots.first.tolist()):
+        brought = [
+            Brought(
+                attends=of_slot[row],
+                first=arrived[row] + 1,
+                due=num_phases - 1 if arrived[row] < 0 else pacing.due_phase(arrived[row]),
+            )
+            for row in range(first + 1, last)
+        ]
+        phases += paced(brought, of_slot[first], num_phases=num_phases)
+    first_column = np.append(0, np.cumsum([len(each) for each in phases]))
+    return Phases(first_column, np.concatenate([each.columns for each in phases]))

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from rayfcp.cost.images import ImageColumns
+from rayfcp.plan.layout import Placement
 from rayfcp.program.instructions import Encode, EncodedImages, Piece, Range, merged
 from rayfcp.program.reshuffle import lower_reshuffle
 from rayfcp.values import BatchPlan, Block, EncoderShare, Layout, SequenceSpec
@@ -13,7 +14,7 @@ from rayfcp.values.arrays import Ints
 
 
 def lower_encoding(
-    plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec]
+    plan: BatchPlan, placements: Sequence[Placement], *, sequences: Sequence[SequenceSpec]
 ) -> list[tuple[Encode, ...]]:
     """The `Encode` of each rank in each microbatch; none where nothing is encoded.
 
@@ -25,18 +26,18 @@ def lower_encoding(
             encodes others than those of its tokens (`lower_reshuffle`).
     """
     if not any(each.encoding for each in plan.microbatches):
-        return [()] * len(layouts)
+        return [()] * len(placements)
     if plan.num_stages > 1:
         raise ValueError(
             f"plan has {plan.num_stages} stages and encodes images, must have 1; plan with cluster.pipeline_stages=1"
         )
     images = ImageColumns.of(sequences)
-    last = len(layouts) - 1
+    last = len(placements) - 1
     return [
-        _Microbatch(plan, at, layout=layout, images=images).lowered()
+        _Microbatch(plan, at, placement=placement, images=images).lowered()
         if plan.microbatches[at].encoding or at == last
         else ()
-        for at, layout in enumerate(layouts)
+        for at, placement in enumerate(placements)
     ]
 
 
@@ -44,12 +45,10 @@ class _Microbatch:
     """One microbatch. Rows of features are numbered within a sequence, from its first image on, so that text between
     images cuts neither pieces nor blocks."""
 
-    def __init__(self, plan: BatchPlan, number: int, *, layout: Layout, images: ImageColumns) -> None:
+    def __init__(self, plan: BatchPlan, number: int, *, placement: Placement, images: ImageColumns) -> None:
         self._plan, self._number, self._images = plan, number, images
-        self._blocks = layout.blocks
-        sequence, start, stop = (
-            np.array([(each.sequence, each.start, each.stop) for each in layout.blocks], np.int64).reshape(-1, 3).T
-        )
+        self._blocks = placement.own.objects()
+        sequence, start, stop, _ = placement.own
         self._first = images.rows_before(sequence, np.zeros_like(sequence))
         self._begin, self._end = (images.rows_before(sequence, each) - self._first for each in (start, stop))
 

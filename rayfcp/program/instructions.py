@@ -466,16 +466,6 @@ class RankProgram:
         return f"rank {self.rank}" if self.num_stages == 1 else f"stage {self.stage} rank {self.rank}"
 
 
-def expanded(counts: Column) -> tuple[Column, Column]:
-    """Item i `counts[i]` times, and the number of each time.
-
-    >>> expanded(np.array([2, 1]))
-    (array([0, 0, 1]), array([0, 1, 0]))
-    """
-    at = np.repeat(np.arange(len(counts)), counts)
-    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Ranges in the same order with neighbours that touch joined.
 

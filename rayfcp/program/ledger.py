@@ -7,15 +7,24 @@ program of a rank keeps and reads.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rayfcp.cost.memory import LayerBytes, token_bytes
 from rayfcp.cost.microbatches import StageBytes
 from rayfcp.plan.pipeline.kernels.recompute import pass_bytes
-from rayfcp.program.instructions import AttentionProgram, Backward, Forward, HeadProgram, Payload, RankProgram
+from rayfcp.program.instructions import (
+    AttentionProgram,
+    Backward,
+    Forward,
+    HeadProgram,
+    Instruction,
+    Payload,
+    RankProgram,
+)
+from rayfcp.program.table import AttentionTable
 from rayfcp.values import LayerKind, ModelProfile
 from rayfcp.values.arrays import Ints
 
@@ -32,41 +41,131 @@ class Stage:
     kinds: tuple[LayerKind, ...] = ()
 
 
-def forward_bytes(item: Forward, model: ModelProfile, *, bytes_per_element: int) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionUse:
+    """Tokens of a rank in the attention of one microbatch in layers of one kind: its own; those that it attends with
+    for its share of heads, one of `degree`; whose keys and values it keeps for later slices, reads from each earlier
+    microbatch, and gets from other ranks in one round at most."""
+
+    tokens: int
+    attending: int
+    degree: int
+    kept: int
+    context: dict[int, int]
+    travelling: int
+
+    @classmethod
+    def of(cls, attention: AttentionProgram | HeadProgram) -> "AttentionUse":
+        """The use of a rank's program."""
+        context: dict[int, int] = {}
+        for slot in attention.inner.context:
+            context[slot.microbatch] = context.get(slot.microbatch, 0) + slot.num_tokens
+        arriving = (
+            sum(message.num_tokens for message in step.receives if message.payload is Payload.KV)
+            for step in attention.inner.forward
+        )
+        return cls(
+            tokens=attention.num_tokens,
+            attending=attention.inner.num_tokens,
+            degree=attention.degree if isinstance(attention, HeadProgram) else 1,
+            kept=sum(stop - start for start, stop in attention.inner.kept),
+            context=context,
+            travelling=max(arriving, default=0),
+        )
+
+    @classmethod
+    def of_rank(cls, table: AttentionTable, rank: int) -> "AttentionUse":
+        """The use of a rank in a table."""
+        unit = int(table.place_of_rank[0][rank])
+        rows, kept, keys = table.context, table.kept, table.keys
+        mine, own, came = rows.unit == unit, kept.unit == unit, keys.target == unit
+        context: dict[int, int] = {}
+        for microbatch, size in zip(
+            rows.microbatch[mine].tolist(), (rows.stop - rows.start)[mine].tolist(), strict=True
+        ):
+            context[microbatch] = context.get(microbatch, 0) + size
+        slots = table.row(keys.target[came], keys.target_slot[came])
+        arriving = np.bincount(keys.round[came], table.sets.num_tokens[table.slots.set[slots]])
+        return cls(
+            tokens=int(table.tokens[rank]),
+            attending=int(table.sets.num_tokens[table.slots.set[table.slots.first[unit]]]),
+            degree=int(table.units.degree[unit]),
+            kept=int((kept.stop - kept.start)[own].sum()),
+            context=context,
+            travelling=int(arriving.max(initial=0)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassUse:
+    """A pass of a rank; `kinds`: the attention of its layers, by kind."""
+
+    microbatch: int
+    backward: bool
+    recomputed_layers: int
+    kinds: Mapping[LayerKind, AttentionUse]
+
+
+def uses_of(instructions: Iterable[Instruction], use: Callable[[int, LayerKind], AttentionUse]) -> list[PassUse]:
+    """The passes of a rank; `use` of a microbatch's attention in layers of a kind."""
+    found: list[PassUse] = []
+    forward: dict[int, PassUse] = {}
+    for item in instructions:
+        if isinstance(item, Forward):
+            kinds = {each.kind: use(item.microbatch, each.kind) for each in item.kinds}
+            again = item.recomputed_layers
+            one = PassUse(microbatch=item.microbatch, backward=False, recomputed_layers=again, kinds=kinds)
+            forward[item.microbatch] = one
+            found.append(one)
+        elif isinstance(item, Backward):
+            found.append(replace(forward[item.microbatch], backward=True))
+    return found
+
+
+def uses_of_program(program: RankProgram) -> list[PassUse]:
+    """The passes of a rank's program."""
+    attention = {
+        (item.microbatch, each.kind): each.attention
+        for item in program.instructions
+        if isinstance(item, Forward)
+        for each in item.kinds
+    }
+    return uses_of(program.instructions, lambda microbatch, kind: AttentionUse.of(attention[microbatch, kind]))
+
+
+def forward_bytes(
+    num_tokens: int, model: ModelProfile, *, recomputed_layers: int, by_heads: bool, bytes_per_element: int
+) -> int:
     """Bytes that a microbatch holds from its forward to the end of its backward pass, on a device of a single stage."""
     each = token_bytes(
-        model,
-        recomputed_layers=item.recomputed_layers,
-        bytes_per_element=bytes_per_element,
-        by_heads=isinstance(item.attention, HeadProgram),
+        model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element, by_heads=by_heads
     )
-    return item.attention.num_tokens * each
+    return num_tokens * each
 
 
-def held_bytes(program: RankProgram, stage: Stage) -> tuple[Ints, Ints]:
-    """Bytes that depend on tokens: the peak in each pass of a program, and what is left after it.
+def held_bytes(passes: Sequence[PassUse], stage: Stage) -> tuple[Ints, Ints]:
+    """Bytes that depend on tokens: the peak in each pass of a rank, and what is left after it.
 
     A layer keeps all that backward needs; recomputed layers, the first ones, keep their input, their attention if that
     is kept, and the keys and values that later slices need. Backward frees layer by layer, so that a recomputed layer
     adds to the total only where all layers are recomputed. Gradients of kept keys and values exist from the first
     backward pass that adds to them to the end of their own microbatch's.
     """
-    passes = [item for item in program.instructions if isinstance(item, Forward | Backward)]
-    microbatches = {item.microbatch: _microbatch(item, stage) for item in passes if isinstance(item, Forward)}
+    microbatches = {each.microbatch: _microbatch(each, stage) for each in passes if not each.backward}
     table = np.zeros((5, max(microbatches, default=-1) + 1))
     kept, working, again, summed, begun = table
-    for number, each in microbatches.items():
-        kept[number], working[number], again[number] = each.kept, each.working, each.again
-    for item in passes:
-        for earlier, size in microbatches[item.microbatch].context.items() if isinstance(item, Backward) else ():
+    for number, held in microbatches.items():
+        kept[number], working[number], again[number] = held.kept, held.working, held.again
+    for each in passes:
+        for earlier, size in microbatches[each.microbatch].context.items() if each.backward else ():
             if summed[earlier] == 0:
                 summed[earlier] = size
-                begun[item.microbatch] += size
-    codes = np.array([-1 - each.microbatch if isinstance(each, Backward) else each.microbatch for each in passes])
+                begun[each.microbatch] += size
+    codes = np.array([-1 - each.microbatch if each.backward else each.microbatch for each in passes])
     one = np.ones(1)  # kinds of layers may recompute different amounts: `kept` is what is left of all layers together
-    held = StageBytes(kept[None], np.zeros_like(kept), working, again, summed, begun, layers=one, budget=one)
+    bytes_held = StageBytes(kept[None], np.zeros_like(kept), working, again, summed, begun, layers=one, budget=one)
     peak = np.empty(len(codes))
-    pass_bytes(codes, held, 0, np.ones(len(kept), np.int64), peak)
+    pass_bytes(codes, bytes_held, 0, np.ones(len(kept), np.int64), peak)
     at = np.where(codes < 0, -1 - codes, codes)
     left = peak - working[at] - (codes < 0) * (again + kept + summed)[at]
     return peak.astype(np.int64), left.astype(np.int64)
@@ -83,25 +182,25 @@ class _Microbatch:
     context: dict[int, int]
 
 
-def _microbatch(item: Forward, stage: Stage) -> _Microbatch:
+def _microbatch(item: PassUse, stage: Stage) -> _Microbatch:
     each, again = stage.layer, min(item.recomputed_layers, stage.layers)
-    tokens, attention = item.attention.num_tokens, item.attention
-    by_heads, share = isinstance(attention, HeadProgram), 1.0
-    if isinstance(attention, HeadProgram):  # one head at least
-        share = max(1.0 / attention.degree, 1.0 / stage.num_kv_heads)
-    in_attention = max(math.ceil(attention.inner.num_tokens * share), tokens)
-    whole = each.layer(tokens, in_attention)
+    first = next(iter(item.kinds.values()))
+    by_heads, share = first.degree > 1, 1.0
+    if by_heads:  # one head at least
+        share = max(1.0 / first.degree, 1.0 / stage.num_kv_heads)
+    in_attention = max(math.ceil(first.attending * share), first.tokens)
+    whole = each.layer(first.tokens, in_attention)
     layers = _layers(item, stage, share=share)
     context: dict[int, int] = {}
     for layer in layers:
         for microbatch, num_tokens in layer.context.items():
             context[microbatch] = context.get(microbatch, 0) + each.kv_gradients * num_tokens
-    working = each.computing(tokens, max(in_attention, *(layer.travelling for layer in layers)))
+    working = each.computing(first.tokens, max(in_attention, *(layer.travelling for layer in layers)))
     if by_heads:
         working += max((each.kv_gradients * num for layer in layers for num in layer.context.values()), default=0)
-    freed = sum(each.freed(tokens, in_attention, later=layer.kept, by_heads=by_heads) for layer in layers[:again])
+    freed = sum(each.freed(first.tokens, in_attention, later=layer.kept, by_heads=by_heads) for layer in layers[:again])
     return _Microbatch(
-        kept=stage.layers * whole - freed + (each.head * tokens if stage.is_last else 0),
+        kept=stage.layers * whole - freed + (each.head * first.tokens if stage.is_last else 0),
         working=working,
         again=whole if again == stage.layers else 0,
         context=context,
@@ -118,8 +217,8 @@ class _Layer:
     travelling: int
 
 
-def _layers(item: Forward, stage: Stage, *, share: float) -> Sequence[_Layer]:
-    found = {each.kind: _layer(each.attention.inner, share=share) for each in item.kinds}
+def _layers(item: PassUse, stage: Stage, *, share: float) -> Sequence[_Layer]:
+    found = {kind: _layer(each, share=share) for kind, each in item.kinds.items()}
     if stage.kinds:
         return [found[kind] for kind in stage.kinds]
     microbatches = {microbatch for layer in found.values() for microbatch in layer.context}
@@ -131,16 +230,9 @@ def _layers(item: Forward, stage: Stage, *, share: float) -> Sequence[_Layer]:
     return [most] * stage.layers
 
 
-def _layer(attention: AttentionProgram, *, share: float) -> _Layer:
-    context: dict[int, int] = {}
-    for slot in attention.context:
-        context[slot.microbatch] = context.get(slot.microbatch, 0) + math.ceil(slot.num_tokens * share)
-    arriving = (
-        sum(message.num_tokens for message in step.receives if message.payload is Payload.KV)
-        for step in attention.forward
-    )
+def _layer(use: AttentionUse, *, share: float) -> _Layer:
     return _Layer(
-        kept=math.ceil(sum(stop - start for start, stop in attention.kept) * share),
-        context=context,
-        travelling=math.ceil(max(arriving, default=0) * share),
+        kept=math.ceil(use.kept * share),
+        context={microbatch: math.ceil(size * share) for microbatch, size in use.context.items()},
+        travelling=math.ceil(use.travelling * share),
     )

@@ -6,101 +6,123 @@ exchange of image features if any, the instructions of each stage, and when stag
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 
-from rayfcp.plan.layout import layouts_of
-from rayfcp.program.attention import Needed, Order, Orders, lower_attention
+import numpy as np
+
+from rayfcp.plan.layout import Blocks, Placement, Transfers, placements_of
+from rayfcp.program.attention import lower_attention
 from rayfcp.program.encoding import lower_encoding
-from rayfcp.program.heads import lower_heads, slot_order
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
     Encode,
     Forward,
     Free,
-    HeadProgram,
     Instruction,
     LayerAttention,
     Load,
     Piece,
     RankProgram,
     Receive,
+    ReshuffleProgram,
     Send,
     StageFlow,
 )
+from rayfcp.program.programs import Attention, Pieces, Programs
 from rayfcp.program.progress import hand_overs_stuck
-from rayfcp.program.reshuffle import pieces_of
+from rayfcp.program.table import AttentionTable, Units
 from rayfcp.program.windows import windowed
 from rayfcp.values import (
     FULL,
     Action,
     BatchPlan,
-    Block,
     Group,
     LayerKind,
-    Layout,
     MicrobatchPlan,
     Primitive,
     SequenceSpec,
 )
-
-Attention = tuple[AttentionProgram | HeadProgram, ...]
-"""The attention of one microbatch, by rank."""
 
 
 def lower(
     plan: BatchPlan,
     sequences: Sequence[SequenceSpec],
     *,
-    layouts: Sequence[Layout] | None = None,
+    placements: Sequence[Placement] | None = None,
     reduce_every: str = "step",
     kinds_of_stage: Sequence[Sequence[LayerKind]] = (),
-) -> tuple[RankProgram, ...]:
+) -> Programs:
     """One program per stage and rank, that of rank r on stage p at index p x num_ranks + r.
 
-    `sequences` are those that were planned, `sequences[i].id == i`, `layouts` those of `rayfcp.plan.layout.layouts_of`
-    where the caller has them. Gradients are reduced in the last backward pass (`reduce_every="step"`) or in each
-    (`"microbatch"`). All ranks run the same number of passes: a rank without tokens in a microbatch runs one padding
-    token. A group of one rank exchanges nothing, so that its primitive does not matter. The planner sees to it that
-    degrees divide heads. All stages run the same attention in layers of one kind; only which of the sequences'
-    `layer_kinds` they have (`kinds_of_stage`, all if absent), the layers that they recompute, the order of their
-    passes and their neighbours differ. Sends follow their pass, or come somewhat later where stages would otherwise
-    wait for each other.
+    `sequences` are those that were planned, `sequences[i].id == i`, `placements` those of
+    `rayfcp.plan.layout.placements_of` where the caller has them. Gradients are reduced in the last backward pass
+    (`reduce_every="step"`) or in each (`"microbatch"`). All ranks run the same number of passes: a rank without tokens
+    in a microbatch runs one padding token. A group of one rank exchanges nothing, so that its primitive does not
+    matter. The planner sees to it that degrees divide heads. All stages run the same attention in layers of one kind;
+    only which of the sequences' `layer_kinds` they have (`kinds_of_stage`, all if absent), the layers that they
+    recompute, the order of their passes and their neighbours differ. Sends follow their pass, or come somewhat later
+    where stages would otherwise wait for each other.
 
     Raises:
         ValueError: a stage names a kind of layers that the sequences do not; sequences disagree on these; a layout
-            cannot be run (`lower_attention`, `lower_heads`), or an encoding (`lower_encoding`).
+            cannot be run (`lower_attention`), or an encoding (`lower_encoding`).
     """
-    layouts = layouts_of(plan, sequences) if layouts is None else layouts
-    _check_sequences(layouts, sequences)
+    placements = placements_of(plan, sequences) if placements is None else placements
+    _check_sequences(placements, sequences)
     of_stage = _kinds(plan, sequences, kinds_of_stage)
-    attention = _attention(plan, layouts, sequences=sequences, kinds={each for own in of_stage for each in own})
-    encodes = lower_encoding(plan, layouts, sequences=sequences)
-    loads = [pieces_of(layout, num_ranks=plan.num_ranks) for layout in layouts]
-    plan_hash = plan.plan_hash
-    programs = tuple(
-        RankProgram(
-            rank=rank,
-            num_ranks=plan.num_ranks,
-            stage=stage,
-            num_stages=plan.num_stages,
-            plan_hash=plan_hash,
-            instructions=stage_instructions(
-                plan,
-                stage,
-                pieces=[each[rank] for each in loads],
-                encodes=[each[rank] if each else None for each in encodes],
-                attention=[
-                    [LayerAttention(kind=kind, attention=attention[kind][at][rank]) for kind in of_stage[stage]]
-                    for at in range(len(layouts))
-                ],
-                reduce_every=reduce_every,
-            ),
-        )
-        for stage in range(plan.num_stages)
-        for rank in range(plan.num_ranks)
+    attention = _attention(plan, placements, sequences=sequences, kinds={each for own in of_stage for each in own})
+    encodes = lower_encoding(plan, placements, sequences=sequences)
+    outlines = [
+        _outline(plan, stage, {kind: attention[kind] for kind in kinds}, encodes=encodes, reduce_every=reduce_every)
+        for stage, kinds in enumerate(of_stage)
+    ]
+    return Programs(
+        plan_hash=plan.plan_hash,
+        outlines=_sends_in_order(outlines, plan) if plan.num_stages > 1 else outlines,
+        attention=attention,
+        pieces=[Pieces.of(each, num_ranks=plan.num_ranks) for each in placements],
+        encodes=encodes,
     )
-    return _sends_in_order(programs, plan) if plan.num_stages > 1 else programs
+
+
+def _outline(
+    plan: BatchPlan, stage: int, attention: Attention, *, encodes: Sequence[Sequence[Encode]], reduce_every: str
+) -> RankProgram:
+    """What a rank with a token of padding runs on a stage, which keeps it if any rank keeps something."""
+    num_microbatches = len(plan.microbatches)
+    instructions = stage_instructions(
+        plan,
+        stage,
+        pieces=[()] * num_microbatches,
+        encodes=[_NO_IMAGES if each else None for each in encodes],
+        attention=[
+            [LayerAttention(kind=kind, attention=_padding(tables[at])) for kind, tables in attention.items()]
+            for at in range(num_microbatches)
+        ],
+        reduce_every=reduce_every,
+    )
+    return RankProgram(
+        rank=0,
+        num_ranks=1,
+        stage=stage,
+        num_stages=plan.num_stages,
+        plan_hash=plan.plan_hash,
+        instructions=instructions,
+    )
+
+
+_NO_IMAGES = Encode(
+    microbatch=-1,
+    images=(),
+    features=ReshuffleProgram(rank=0, num_ranks=1, num_tokens=0, num_placed=0, kept=(), rounds=()),
+    rows=(),
+)
+
+
+def _padding(table: AttentionTable) -> AttentionProgram:
+    return AttentionProgram(num_tokens=1, forward=(), backward=(), kept=((0, 1),) if len(table.kept.unit) else ())
 
 
 def stage_instructions(
@@ -130,7 +152,7 @@ def stage_instructions(
         source, target = reversed(neighbours) if action.backward else neighbours
         if not action.backward:
             instructions.append(Load(microbatch=at, pieces=pieces[at]))
-            instructions += [each for each in encodes[at : at + 1] if each]
+            instructions += [replace(each, microbatch=at) for each in encodes[at : at + 1] if each]
         if source is not None:
             instructions.append(Receive(microbatch=at, flow=flow, stage=source, num_tokens=num_tokens))
         if action.backward:
@@ -175,9 +197,9 @@ def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
     ]
 
 
-def _check_sequences(layouts: Sequence[Layout], sequences: Sequence[SequenceSpec]) -> None:
-    known = {sequence.id for sequence in sequences}
-    unknown = sorted({block.sequence for layout in layouts for block in layout.blocks} - known)
+def _check_sequences(placements: Sequence[Placement], sequences: Sequence[SequenceSpec]) -> None:
+    named = np.unique(np.concatenate([each.own.sequence for each in placements])) if placements else np.empty(0)
+    unknown = np.setdiff1d(named, [sequence.id for sequence in sequences]).tolist()
     if unknown:
         raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
 
@@ -201,136 +223,102 @@ def _kinds(
 
 
 def _attention(
-    plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec], kinds: Collection[LayerKind]
-) -> dict[LayerKind, list[Attention]]:
+    plan: BatchPlan, placements: Sequence[Placement], *, sequences: Sequence[SequenceSpec], kinds: Collection[LayerKind]
+) -> dict[LayerKind, tuple[AttentionTable, ...]]:
     """The attention of all microbatches in layers of each kind.
 
     Where a kind hides nothing of any sequence, it is that of full attention.
 
     Raises:
-        ValueError: a layout cannot be run (`lower_attention`, `lower_heads`).
+        ValueError: a layout cannot be run (`lower_attention`).
     """
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
-    found: dict[LayerKind, list[Attention]] = {}
+    units = [
+        _units(microbatch, placement, num_ranks=plan.num_ranks)
+        for microbatch, placement in zip(plan.microbatches, placements, strict=True)
+    ]
+    found: dict[LayerKind, tuple[AttentionTable, ...]] = {}
     for kind in sorted(kinds):
         effective = kind if kind.hides(longest) else FULL
         if effective not in found:
-            mine = _cut(plan, layouts, sequences, kind=effective) if effective != FULL else layouts
-            found[effective] = _Microbatches(plan, mine, effective).lowered()
+            mine = _cut(placements, sequences, kind=effective, units=units) if effective != FULL else placements
+            found[effective] = _lowered(mine, units, kind=effective)
         found[kind] = found[effective]
-    return found
+    return {kind: found[kind] for kind in kinds}
 
 
 def _cut(
-    plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, kind: LayerKind
-) -> Sequence[Layout]:
+    placements: Sequence[Placement], sequences: Sequence[SequenceSpec], *, kind: LayerKind, units: Sequence[Units]
+) -> list[Placement]:
     uncut = {sequence.id for sequence in sequences if not kind.hides(sequence.num_tokens)}
-    units = [
-        _units(layout, microbatch, num_ranks=plan.num_ranks)
-        for layout, microbatch in zip(layouts, plan.microbatches, strict=True)
-    ]
-    return windowed(layouts, kind=kind, uncut=uncut, units=units)
+    numbers = []  # of units as transfers name them: by a rank, or where runs share out heads by number
+    for placement, each in zip(placements, units, strict=True):
+        unit = each.of_ranks()[0]
+        named = unit if placement.heads > 1 else each.ranks[each.first[unit]]
+        numbers.append(dict(enumerate(named.tolist())))
+    layouts = [placement.layout() for placement in placements]
+    return [Placement.of(layout) for layout in windowed(layouts, kind=kind, uncut=uncut, units=numbers)]
 
 
-def _units(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> dict[int, int]:
-    """The run of each rank, or a number for its group where that shares out heads."""
-    found = {rank: rank // max(layout.heads, 1) for rank in range(num_ranks)}
-    for group in _exchanging(microbatch):
-        found |= dict.fromkeys(group.ranks, found[group.ranks[0]])
-    return found
+def _units(microbatch: MicrobatchPlan, placement: Placement, *, num_ranks: int) -> Units:
+    """The runs of ranks that share out heads, by the layout or as Ulysses groups; other ranks are alone.
 
-
-def _exchanging(microbatch: MicrobatchPlan) -> list[Group]:
-    """The groups that share out heads."""
-    return [group for group in microbatch.groups if group.primitive is Primitive.ULYSSES and group.degree > 1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Microbatches:
-    """Lowers the attention of one microbatch after the other, each with what the earlier ones left it."""
-
-    plan: BatchPlan
-    layouts: Sequence[Layout]
-    kind: LayerKind
-
-    def lowered(self) -> list[Attention]:
-        needed: list[set[tuple[int, int]]] = [set() for _ in self.layouts]
-        for layout in self.layouts:
-            for context in layout.context:
-                needed[context.microbatch] |= {(block.sequence, block.start) for block in context.blocks}
-        orders = {at: self._orders(at) for at, blocks in enumerate(needed) if blocks}
-        return [self._lowered(at, orders=orders, needed=needed[at]) for at in range(len(self.layouts))]
-
-    def _orders(self, number: int) -> dict[int, Order]:
-        """The order of the slot 0 that each rank, with those that it shares heads with, had in a microbatch."""
-        layout, num_ranks = self.layouts[number], self.plan.num_ranks
-        sharing = [group.ranks for group in _exchanging(self.plan.microbatches[number])]
-        orders: dict[int, Order] = {}
-        for run in (*layout.runs(num_ranks), *sharing):  # runs are of one rank each where no heads are shared out
-            orders |= dict.fromkeys(run, slot_order(layout, run))
-        return orders
-
-    def _lowered(self, number: int, *, orders: Orders, needed: Needed) -> Attention:
-        layout, num_ranks = self.layouts[number], self.plan.num_ranks
-        groups = _exchanging(self.plan.microbatches[number])
-        _check_heads(layout, self.plan.microbatches[number], num_ranks=num_ranks)
-        if layout.heads > 1:
-            runs = layout.runs(num_ranks)
-            by_rank = lower_heads(layout, runs, kind=self.kind, earlier=orders, needed=needed)
-            return tuple(by_rank[rank] for rank in range(num_ranks))
-        rest = _rest(layout, groups) if groups else layout
-        programs: list[AttentionProgram | HeadProgram] = [
-            *lower_attention(rest, num_ranks=num_ranks, kind=self.kind, earlier=orders, needed=needed)
-        ]
-        for group in groups:
-            _check_rounds(group, layout)
-            held = _part(layout, group.ranks)
-            by_rank = lower_heads(held, [group.ranks], kind=self.kind, earlier=orders, needed=needed)
-            for rank, program in by_rank.items():
-                programs[rank] = program
-        return tuple(programs)
-
-
-def _rest(layout: Layout, exchanging: Sequence[Group]) -> Layout:
-    """The blocks that are not on ranks of Ulysses groups; all of them where transfers name blocks by number."""
-    if any(step.transfers for step in layout.rounds):
-        return layout
-    taken = {rank for group in exchanging for rank in group.ranks}
-    return _part(layout, {block.rank for block in layout.all_blocks} - taken)
-
-
-def _part(layout: Layout, ranks: Collection[int]) -> Layout:
-    """The blocks on these ranks, without transfers."""
-
-    def lying(blocks: Sequence[Block]) -> tuple[Block, ...]:
-        return tuple(block for block in blocks if block.rank in ranks)
-
-    context = tuple(replace(each, blocks=lying(each.blocks)) for each in layout.context)
-    return Layout(blocks=lying(layout.blocks), rounds=(), context=context)
-
-
-def _check_heads(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> None:
-    if layout.heads < 1 or num_ranks % layout.heads:
+    Raises:
+        ValueError: runs do not divide the ranks; both exist; or transfers touch ranks of a Ulysses group.
+    """
+    heads, groups = placement.heads, microbatch.groups
+    exchanging = [group for group in groups if group.primitive is Primitive.ULYSSES and group.degree > 1]
+    if heads < 1 or num_ranks % heads:
+        raise ValueError(f"layout.heads is {heads}, must be at least 1 and divide the {num_ranks} ranks; plan again")
+    if heads > 1 and any(group.primitive is Primitive.ULYSSES for group in groups):
         raise ValueError(
-            f"layout.heads is {layout.heads}, must be at least 1 and divide the {num_ranks} ranks; plan again"
+            f"layout.heads is {heads} beside Ulysses groups "
+            f"{[group.ranks for group in groups if group.primitive is Primitive.ULYSSES]}, must be 1 there: heads are "
+            "shared out once; make the groups rings"
         )
-    exchanging = [group.ranks for group in microbatch.groups if group.primitive is Primitive.ULYSSES]
-    if layout.heads > 1 and exchanging:
-        raise ValueError(
-            f"layout.heads is {layout.heads} beside Ulysses groups {exchanging}, must be 1 there: heads are shared out "
-            "once; make the groups rings"
-        )
+    ranks = np.arange(num_ranks)
+    if heads > 1:
+        first = np.arange(0, num_ranks + 1, heads)
+        return Units(first, ranks, np.ones(len(first) - 1, bool))
+    _check_rounds(exchanging, placement.transfers)
+    alone = np.setdiff1d(ranks, [rank for group in exchanging for rank in group.ranks])
+    units = sorted([*((rank,) for rank in alone.tolist()), *(group.ranks for group in exchanging)])
+    degree = np.array([len(each) for each in units], np.int64)
+    return Units(np.append(0, np.cumsum(degree)), np.array(list(chain.from_iterable(units)), np.int64), degree > 1)
 
 
-def _check_rounds(group: Group, layout: Layout) -> None:
-    for index, step in enumerate(layout.rounds):
-        for transfer in step.transfers:
-            touched = {transfer.source, transfer.target} & set(group.ranks)
-            if touched:
-                raise ValueError(
-                    f"round {index}: a transfer touches ranks {sorted(touched)} of a {group.primitive.value} group, "
-                    "which must have none; drop the transfer or make the group a ring"
-                )
+def _check_rounds(exchanging: Sequence[Group], transfers: Transfers) -> None:
+    for group in exchanging if len(transfers.round) else ():
+        touched = np.isin(transfers.source, group.ranks) | np.isin(transfers.target, group.ranks)
+        if touched.any():
+            row = int(np.argmax(touched))
+            ends = {int(transfers.source[row]), int(transfers.target[row])}
+            raise ValueError(
+                f"round {transfers.round[row]}: a transfer touches ranks {sorted(ends & set(group.ranks))} of a "
+                f"{group.primitive.value} group, which must have none; drop the transfer or make the group a ring"
+            )
+
+
+def _lowered(placements: Sequence[Placement], units: Sequence[Units], *, kind: LayerKind) -> tuple[AttentionTable, ...]:
+    """The attention of one microbatch after the other, each with what the earlier ones left it."""
+    needed: dict[int, list[Blocks]] = {}
+    for placement in placements:
+        first = placement.num_own
+        for microbatch, count in placement.contexts:
+            needed.setdefault(microbatch, []).append(placement.blocks.at(slice(first, first + count)))
+            first += count
+    tables: list[AttentionTable] = []
+    for number, (placement, mine) in enumerate(zip(placements, units, strict=True)):
+        tables.append(
+            lower_attention(
+                placement,
+                mine,
+                kind=kind,
+                earlier=dict(enumerate(tables)),
+                needed=Blocks.joined(needed[number]) if number in needed else None,
+            )
+        )
+    return tuple(tables)
 
 
 PassOrder = Mapping[tuple[int, Action], int]
@@ -340,24 +328,22 @@ FORWARD_SHARE = 1 / 3
 """Share of a microbatch's seconds: a backward pass takes about two forward passes."""
 
 
-def _sends_in_order(programs: tuple[RankProgram, ...], plan: BatchPlan) -> tuple[RankProgram, ...]:
-    """The programs, with sends later where stages would otherwise wait for each other; unchanged where they do so
-    however sends are posted.
+def _sends_in_order(outlines: Sequence[RankProgram], plan: BatchPlan) -> Sequence[RankProgram]:
+    """The outlines of all stages, with sends later where stages would otherwise wait for each other; unchanged where
+    they do so however sends are posted.
 
     Channels between stages complete operations in the order in which they are posted. A stage that runs more than one
     microbatch ahead may have sends posted before a receive that the next stage takes only later, while that stage waits
     for something behind this receive. It cannot happen where all hand-overs of a channel follow one order of which that
     of each stage is a part: the order in which their receivers reach them.
     """
-    if hand_overs_stuck(programs[:: plan.num_ranks]) is None:
-        return programs
+    if hand_overs_stuck(outlines) is None:
+        return outlines
     order = _pass_order(plan)
-    num_passes = sum(isinstance(item, Forward | Backward) for item in programs[0].instructions)
+    num_passes = sum(isinstance(item, Forward | Backward) for item in outlines[0].instructions)
     if len(order) < plan.num_stages * num_passes:
-        return programs
-    return tuple(
-        replace(each, instructions=_delayed(each.instructions, stage=each.stage, order=order)) for each in programs
-    )
+        return outlines
+    return [replace(each, instructions=_delayed(each.instructions, stage=each.stage, order=order)) for each in outlines]
 
 
 def _pass_order(plan: BatchPlan) -> PassOrder:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
+import numpy as np
+
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
@@ -27,7 +29,10 @@ from rayfcp.program.instructions import (
     StageFlow,
     union,
 )
+from rayfcp.program.programs import Programs, kinds_of
+from rayfcp.program.table import AttentionTable
 from rayfcp.values import LayerKind
+from rayfcp.values.arrays import Ints
 
 Attention = AttentionProgram | HeadProgram
 Kind = TypeVar("Kind", bound=Instruction)
@@ -36,11 +41,6 @@ Kind = TypeVar("Kind", bound=Instruction)
 def of_kind(program: RankProgram, kind: type[Kind]) -> list[Kind]:
     """The instructions of one kind, in order."""
     return [item for item in program.instructions if isinstance(item, kind)]
-
-
-def kinds_of(program: RankProgram) -> tuple[LayerKind, ...]:
-    """The kinds of the stage's layers, ascending."""
-    return tuple(each.kind for each in of_kind(program, Forward)[0].kinds)
 
 
 def attention_by_kind(programs: Sequence[RankProgram]) -> dict[LayerKind, list[list[Attention]]]:
@@ -77,11 +77,7 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     if num_microbatches == 0:
         raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
     encoded = {item.microbatch for item in of_kind(first, Encode)}
-    if encoded and (first.num_stages > 1 or num_microbatches - 1 not in encoded):
-        raise ValueError(
-            f"programs of {first.num_stages} stages encode images of microbatches {sorted(encoded)}, must have 1 stage "
-            f"and encode in the last microbatch, {num_microbatches - 1}, too; lower the plan again"
-        )
+    _check_encoded(encoded, first.num_stages, num_microbatches)
     known: dict[tuple[int, LayerKind], RankProgram] = {}
     for index, program in enumerate(programs):
         _check_labels(program, first, index=index, num_programs=len(programs))
@@ -96,6 +92,80 @@ def check_order(programs: Sequence[RankProgram]) -> None:
         for mine, due in zip(of_kind(program, Load), of_kind(programs[program.rank], Load), strict=True):
             if mine.pieces != due.pieces:
                 raise ValueError(_differ(program, programs[program.rank], "pieces", microbatch=mine.microbatch))
+
+
+def check_outlines(programs: Programs) -> None:
+    """`check_order` of programs in columns: all ranks of a stage run its outline, and load what they attend to.
+
+    Raises:
+        ValueError: as `check_order`.
+    """
+    first, num_microbatches = programs.outlines[0], programs.num_microbatches
+    encoded = {at for at, items in enumerate(programs.encodes) if items}
+    _check_encoded(encoded, first.num_stages, num_microbatches)
+    for stage, outline in enumerate(programs.outlines):
+        _check_labels(outline, first, index=stage, num_programs=len(programs.outlines))
+        _check_passes(outline, num_microbatches)
+        _check_instructions(outline, encoded)
+        _check_alike(outline, outline, first=first)
+        turn = {item.microbatch: at for at, item in enumerate(of_kind(outline, Backward))}
+        for kind in kinds_of(outline):
+            _check_reused(programs.attention[kind], turn, place=outline.place)
+    for kind, tables in programs.attention.items():
+        for number, (table, pieces) in enumerate(zip(tables, programs.pieces, strict=True)):
+            if not np.array_equal(table.tokens, np.maximum(pieces.tokens_of_ranks(), 1)):
+                raise ValueError(
+                    f"microbatch {number}: layers of {kind} attend over other numbers of tokens than ranks load (1 of "
+                    "padding if none); lower the plan again"
+                )
+
+
+def _check_reused(tables: Sequence[AttentionTable], turn: Mapping[int, int], *, place: str) -> None:
+    """`_check_kept` of all ranks."""
+    read: dict[int, list[Ints]] = defaultdict(list)
+    for number, table in enumerate(tables):
+        context = table.context
+        for slot, earlier in sorted(set(zip(context.slot.tolist(), context.microbatch.tolist(), strict=True))):
+            _check_turn(f"{place}, microbatch {number}: slot {slot}", number, earlier, turn=turn)
+        ranks = table.units.ranks[table.units.first[context.unit]]
+        for earlier in np.unique(context.microbatch).tolist():
+            rows = context.microbatch == earlier
+            unit = tables[earlier].place_of_rank[0][ranks[rows]]
+            read[earlier].append(np.stack((unit, context.start[rows], context.stop[rows])))
+    for number, table in enumerate(tables):
+        due = _united(np.concatenate(read[number], axis=1)) if number in read else np.empty((3, 0), np.int64)
+        if not np.array_equal(np.stack(table.kept), due):
+            raise ValueError(
+                f"{place}, microbatch {number}: what is kept must be what later microbatches read of it; lower the "
+                "plan again"
+            )
+
+
+def _united(rows: Ints) -> Ints:
+    """Ascending ranges (unit, start, stop) that hold what these hold."""
+    unit, start, stop = rows[:, np.lexsort((rows[1], rows[0]))]
+    most = int(stop.max(initial=0)) + 1
+    reach = np.maximum.accumulate(unit * most + stop)
+    opens = np.append(True, (unit * most + start)[1:] > reach[:-1])[: len(unit)]
+    return np.stack((unit[opens], start[opens], reach[np.append(opens[1:], True)[: len(unit)]] % most))
+
+
+def _check_turn(where: str, number: int, earlier: int, *, turn: Mapping[int, int]) -> None:
+    if not 0 <= earlier < number:
+        raise ValueError(f"{where} is context of {earlier}, must be of an earlier microbatch; lower the plan again")
+    if turn[earlier] < turn[number]:
+        raise ValueError(
+            f"{where} is context of {earlier}, whose Backward comes before this one's, must come after it: otherwise "
+            "it lacks the gradients of its keys and values; reverse them"
+        )
+
+
+def _check_encoded(encoded: Collection[int], num_stages: int, num_microbatches: int) -> None:
+    if encoded and (num_stages > 1 or num_microbatches - 1 not in encoded):
+        raise ValueError(
+            f"programs of {num_stages} stages encode images of microbatches {sorted(encoded)}, must have 1 stage "
+            f"and encode in the last microbatch, {num_microbatches - 1}, too; lower the plan again"
+        )
 
 
 def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_programs: int) -> None:
@@ -291,17 +361,10 @@ def _check_kept(attention: Mapping[int, AttentionProgram], turn: Mapping[int, in
     read: dict[int, set[Range]] = {number: set() for number in turn}
     for number, reader in attention.items():
         for slot in reader.context:
-            where = f"{place}, microbatch {number}: slot {slot.slot} is context of {slot.microbatch}"
-            if not 0 <= slot.microbatch < number or slot.num_tokens < 1:
-                raise ValueError(
-                    f"{where}, tokens {slot.span}; must be at least one token of an earlier microbatch; lower the plan "
-                    "again"
-                )
-            if turn[slot.microbatch] < turn[number]:
-                raise ValueError(
-                    f"{where}, whose Backward comes before this one's, must come after it: otherwise it lacks the "
-                    "gradients of its keys and values; reverse them"
-                )
+            where = f"{place}, microbatch {number}: slot {slot.slot}"
+            if slot.num_tokens < 1:
+                raise ValueError(f"{where} has tokens {slot.span}, must have at least one; lower the plan again")
+            _check_turn(where, number, slot.microbatch, turn=turn)
             read[slot.microbatch].add(slot.span)
     for number, each in attention.items():
         if each.kept != (due := union(read[number])):

@@ -42,16 +42,23 @@ from rayfcp.program.instructions import (
     Send,
     StageFlow,
 )
-from rayfcp.program.order import attention_by_kind, check_order, describe, of_kind
+from rayfcp.program.order import attention_by_kind, check_order, check_outlines, describe, of_kind
+from rayfcp.program.programs import Programs
 
 
 def check_progress(programs: Sequence[RankProgram]) -> None:
     """Prove that the programs of all ranks and stages run to their end together.
 
+    Lowered `Programs` are checked as they are, in columns (`check_outlines`, `AttentionTable.check`); others, however
+    they were made, instruction by instruction.
+
     Raises:
         ValueError: a program alone is not in order (`check_order`), or ranks disagree on the plan, on a pass, on a
             message, or would wait forever; the message names the rank and what it waits for.
     """
+    if isinstance(programs, Programs):
+        _check_columns(programs)
+        return
     check_order(programs)
     for items in zip(*(of_kind(program, Encode) for program in programs), strict=True):
         _check_exchange(items)
@@ -63,6 +70,17 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
             for backward, kind in ((False, "forward"), (True, "backward")):
                 _check_pass(parts, backward=backward, name=f"the {kind} pass of microbatch {microbatch}")
     if problem := hand_overs_stuck(programs[:: programs[0].num_ranks]):
+        raise ValueError(f"{problem}; hand-overs of a channel match in order, lower one plan for all")
+
+
+def _check_columns(programs: Programs) -> None:
+    check_outlines(programs)
+    for table in programs.tables:
+        table.check()
+    for items in programs.encodes:
+        if items:
+            _check_exchange(items)
+    if problem := hand_overs_stuck(programs.outlines):
         raise ValueError(f"{problem}; hand-overs of a channel match in order, lower one plan for all")
 
 

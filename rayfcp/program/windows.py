@@ -13,17 +13,16 @@ later queries see beyond.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.program.attends import SlotBlocks, firsts, joined_tables
-from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Attends, Column, Range, expanded, union
+from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column, Range, union
 from rayfcp.values import Block, LayerKind, Layout, Round, Transfer
-from rayfcp.values.sequence import POSITIONS
+from rayfcp.values.arrays import Ints, expanded
 
 Units = Mapping[int, int]
 """The unit of each rank, as transfers number them: the ranks that attend together to keys that lie together."""
@@ -150,64 +149,13 @@ def _renumbered(step: Sequence[Transfer], number: Mapping[int, int]) -> Round:
 class Pieces(NamedTuple):
     """Tokens `[start, stop)` of sequences, which lie in a slot from row `begin` on. Columns, one entry a piece."""
 
-    sequence: Column
-    start: Column
-    stop: Column
-    begin: Column
+    sequence: Ints
+    start: Ints
+    stop: Ints
+    begin: Ints
 
-    @classmethod
-    def of(cls, held: SlotBlocks) -> "Pieces":
-        """The blocks of a slot by sequence and start; blocks that continue each other, in the sequence and in the slot,
-        are one piece."""
-        goes_on = (held.sequence[1:] == held.sequence[:-1]) & (held.start[1:] == held.stop[:-1])
-        goes_on &= held.begin[1:] == held.end[:-1]
-        size = len(held.sequence)
-        opens = firsts(goes_on, size=size) == np.arange(size)
-        stop = held.stop[np.append(opens[1:], True)[:size]]
-        return cls(held.sequence[opens], held.start[opens], stop, held.begin[opens])
-
-    def part(self, at: Column) -> "Pieces":
+    def part(self, at: Ints) -> "Pieces":
         return Pieces(*(column[at] for column in self))
-
-
-class WindowedQueries:
-    """A rank's own tokens as queries of layers with a window. Attends to one slot come squares first, by kind, then by
-    query."""
-
-    def __init__(self, own: SlotBlocks, kind: LayerKind) -> None:
-        self._kind = kind
-        self._own = Pieces.of(own)
-        self._reaching = self._own.part(np.flatnonzero((self._own.start > 0) & (kind.first_visible(1) < 1)))
-
-    def within(self) -> Attends:
-        """Attends to own keys."""
-        return self._attends(self._own, self._own, slot=0)
-
-    def to(self, held: SlotBlocks, *, slot: int) -> Attends:
-        """Attends to the keys that other blocks brought into a slot."""
-        first, last = self._meet(self._reaching, held)
-        return self._attends(self._reaching, Pieces.of(held), slot=slot) if (first < last).any() else joined_tables([])
-
-    def to_each(self, slots: Iterable[tuple[int, SlotBlocks]], *, first: Attends | None) -> Attends:
-        """`first`, then attends to the keys of each of these slots (number, blocks)."""
-        tables = [] if first is None else [first.columns]
-        tables += [self.to(held, slot=number).columns for number, held in slots if held.blocks]
-        return joined_tables(tables)
-
-    def _meet(self, queries: Pieces, keys: Pieces | SlotBlocks) -> tuple[Column, Column]:
-        """The first entry of `keys` that each piece of queries sees a part of, and the one behind the last."""
-        base = queries.sequence * POSITIONS
-        low = base + np.maximum(self._kind.first_visible(queries.start), 0)
-        first = np.searchsorted(keys.sequence * POSITIONS + keys.stop, low, side="right")
-        return first, np.searchsorted(keys.sequence * POSITIONS + keys.start, base + queries.stop)
-
-    def _attends(self, queries: Pieces, keys: Pieces, *, slot: int) -> Attends:
-        first, last = self._meet(queries, keys)
-        query, step = expanded(np.maximum(last - first, 0))
-        parts = decomposed(queries.part(query), keys.part(first[query] + step), window=self._kind.window)
-        columns = np.empty((len(parts), 6), np.int64)
-        columns[:, :2], columns[:, 2], columns[:, 3:5], columns[:, 5] = parts[:, :2], slot, parts[:, 2:4], parts[:, 4]
-        return Attends(columns)
 
 
 def decomposed(queries: Pieces, keys: Pieces, *, window: int) -> Column:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, LINEAR_BACKWARD, vision_flops
-from rayfcp.program import Backward, Encode, Load, RankProgram
-from rayfcp.program.order import of_kind
+from rayfcp.program import Backward, Encode
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ATTEND, COMPUTE
 from rayfcp.simulate.script import ScriptWriter
@@ -52,19 +51,19 @@ class EncoderWork:
         return vision_flops(machine.model, num_patches=num_patches, pairs=pairs)
 
 
-def work_of(programs: Sequence[RankProgram], *, machine: Machine) -> EncoderWork:
-    """The work of all devices' encoders."""
+def work_of(encodes: Sequence[Sequence[Encode]], *, machine: Machine) -> EncoderWork:
+    """The work of all devices' encoders; `encodes` by microbatch, then rank."""
     vision = _Encoder(machine).vision
     half = machine.hardware.attention_half_tokens
-    table = np.zeros((4, len(of_kind(programs[0], Load)), len(programs)))
-    for device, program in enumerate(programs):
-        for item in of_kind(program, Encode):
+    table = np.zeros((4, len(encodes), machine.num_devices))
+    for microbatch, items in enumerate(encodes):
+        for device, item in enumerate(items):
             patches = np.array([run.num_patches for run in item.images], np.float64)
             counts = np.array([run.count for run in item.images], np.float64)
-            table[:2, item.microbatch, device] = counts @ patches, counts @ patches**2
+            table[:2, microbatch, device] = counts @ patches, counts @ patches**2
             if not item.images:
                 patches, counts = np.array([vision.merged_patches], np.float64), np.ones(1)
-            table[2:, item.microbatch, device] = counts @ patches, counts @ (patches * (patches + half))
+            table[2:, microbatch, device] = counts @ patches, counts @ (patches * (patches + half))
     return EncoderWork(real=table[0], real_pairs=table[1], patches=table[2], pairs=table[3])
 
 

@@ -1,33 +1,24 @@
 """Rounds and messages of all devices as flat arrays: those of attention, the same on every stage, and the hops from
 stage to stage, one message for each hop and rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD
-from rayfcp.cost.compiled import compiled
-from rayfcp.program import (
-    AttentionProgram,
-    AttentionRound,
-    Encode,
-    Forward,
-    HeadProgram,
-    Message,
-    Payload,
-    RankProgram,
-    ReshuffleMessage,
-    Send,
-    exchange_rounds,
-)
-from rayfcp.program.instructions import WHOLE, Attends
-from rayfcp.program.order import attention_by_kind, of_kind
-from rayfcp.program.progress import Channel, RankPair, T
+from rayfcp.program import Encode, Payload, Programs, ReshuffleMessage, Send
+from rayfcp.program.heads import TO_HEADS
+from rayfcp.program.instructions import WHOLE, Column
+from rayfcp.program.order import of_kind
+from rayfcp.program.progress import Channel
+from rayfcp.program.table import AttentionTable
+from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
 from rayfcp.simulate.script import HopKey
-from rayfcp.values.arrays import Floats, Ints
+from rayfcp.values.arrays import Floats, Ints, expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,181 +35,236 @@ class AttentionTraffic:
     attend_s: Floats
 
 
-def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> AttentionTraffic:
+def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
     """Rounds of all devices' passes.
 
     Raises:
-        ValueError: messages do not match, or the programs lack a kind of the model's layers.
+        ValueError: the programs lack a kind of the model's layers.
     """
-    builder, found = _Builder(machine=machine), attention_by_kind(programs)
-    if not set(machine.layer_kinds) <= found.keys():
+    if not set(machine.layer_kinds) <= programs.attention.keys():
         raise ValueError(
-            f"programs are of layers with {list(map(str, found))}, the model has "
+            f"programs are of layers with {list(map(str, programs.layer_kinds))}, the model has "
             f"{list(map(str, machine.layer_kinds))}; give sequences the model's layer_kinds and lower again"
         )
-    for of_microbatch in zip(*(zip(*found[kind], strict=True) for kind in machine.layer_kinds), strict=True):
+    builder = _Builder(machine=machine)
+    for microbatch in range(programs.num_microbatches):
+        of_kinds = [_Work.of(programs.attention[kind][microbatch]) for kind in machine.layer_kinds]
         for backward in (False, True):
-            for parts in of_microbatch:
-                builder.add_pass(parts, backward=backward)
-    for encodes in _encodes(programs):
-        for backward in (False, True):
-            builder.add_exchange(encodes, backward=backward)
+            for work in of_kinds:
+                builder.add_pass(work, backward=backward)
+    if any(programs.encodes):
+        for encodes in programs.encodes:
+            for backward in (False, True):
+                builder.add_exchange(encodes, backward=backward)
     return builder.traffic()
 
 
-def _encodes(programs: Sequence[RankProgram]) -> list[list[Encode | None]]:
-    """By microbatch, then device; empty if no images are encoded."""
-    found = [{item.microbatch: item for item in of_kind(program, Encode)} for program in programs]
-    if not any(found):
-        return []
-    num_microbatches = len(of_kind(programs[0], Forward))
-    return [[each.get(microbatch) for each in found] for microbatch in range(num_microbatches)]
+class _Work(NamedTuple):
+    """A table, its unit and position by rank, and the work of its rounds, `[unit, round]`: (query, key) pairs of the
+    unit's heads, and the tokens that the kernel's half length is counted with: n / 2 for a causal square of n tokens,
+    the longer side otherwise."""
 
+    table: AttentionTable
+    unit: Ints
+    position: Ints
+    pairs: Floats
+    sides: Floats
 
-@compiled
-def attend_work(columns: Ints) -> tuple[float, float]:
-    """(query, key) pairs of attends (`Attends.columns`), and the tokens that the kernel's half length is counted with:
-    n / 2 for a causal square of n tokens, the longer side otherwise. Compiled, as a ring over 64 ranks has millions."""
-    pairs = 0.0
-    tokens = 0.0
-    for row in range(len(columns)):
-        queries, keys = columns[row, 1] - columns[row, 0], columns[row, 4] - columns[row, 3]
-        if columns[row, 5] != WHOLE:
-            pairs += queries * (queries + 1) / 2
-            tokens += queries / 2
+    @classmethod
+    def of(cls, table: AttentionTable) -> "_Work":
+        slots, phases, num_units = table.slots, table.phases, table.units.num_units
+        num_rounds = int(slots.arrived.max(initial=-1)) + 2
+        if len(phases.first):
+            num_rounds = max(num_rounds, (len(phases.first) - 1) // num_units)
+        work = np.zeros((2, num_units * num_rounds))
+        if len(phases.first):
+            at = np.repeat(np.arange(len(phases.first) - 1), np.diff(phases.first))
+            unit, phase = np.divmod(at, (len(phases.first) - 1) // num_units)
+            _add_work(work, unit * num_rounds + phase, phases.columns)
         else:
-            pairs += queries * keys
-            tokens += max(queries, keys)
-    return pairs, tokens
+            for rows, found in table.attends():
+                row = rows[found.slot]
+                _add_work(work, table.unit_of_slot[row] * num_rounds + slots.arrived[row] + 1, found.columns)
+        pairs, sides = work.reshape(2, num_units, num_rounds)
+        return cls(table, *table.place_of_rank, pairs, sides)
+
+    def num_rounds(self, *, backward: bool) -> Ints:
+        """Rounds of each unit, up to the last in which it does something."""
+        found: Ints = np.where(self.pairs > 0, np.arange(self.pairs.shape[1]) + 1, 0).max(axis=1)
+        for rows in (self.table.keys, self.table.gradients)[: 1 + backward]:
+            for unit in (rows.source, rows.target):
+                np.maximum.at(found, unit, rows.round + 1)
+        return found
+
+
+def _add_work(work: Floats, at: Ints, columns: Column) -> None:
+    """Add pairs and sides of attends to row 0 and 1 of `work`, at these places."""
+    queries = (columns[:, 1] - columns[:, 0]).astype(np.float64)
+    keys = (columns[:, 4] - columns[:, 3]).astype(np.float64)
+    square = columns[:, 5] != WHOLE
+    pairs = np.where(square, queries * (queries + 1) / 2, queries * keys)
+    sides = np.where(square, queries / 2, np.maximum(queries, keys))
+    work[0] += np.bincount(at, pairs, minlength=work.shape[1])
+    work[1] += np.bincount(at, sides, minlength=work.shape[1])
+
+
+class _Sent(NamedTuple):
+    """Messages of a pass: ranks, round of both, bytes."""
+
+    source: Ints
+    target: Ints
+    round: Ints
+    moved: Floats
+
+    def at(self, order: Ints) -> "_Sent":
+        return _Sent(self.source[order], self.target[order], self.round[order], self.moved[order])
 
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """Rounds and messages of one stage, pass by pass."""
+    """Rounds and messages of one stage, pass by pass; rounds are numbered over all passes and ranks."""
 
     machine: Machine
-    first: list[list[int]] = field(default_factory=list)
-    count: list[list[int]] = field(default_factory=list)
-    category: list[int] = field(default_factory=list)
-    ends: list[list[int]] = field(default_factory=list)
+    num_rounds: int = 0
+    num_messages: int = 0
+    first: list[Ints] = field(default_factory=list)
+    count: list[Ints] = field(default_factory=list)
+    category: list[Ints] = field(default_factory=list)
     compute_s: list[Floats] = field(default_factory=list)
     pairs: list[Floats] = field(default_factory=list)
     attend_s: list[Floats] = field(default_factory=list)
-    rank_pairs: list[RankPair] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
+    ends: list[Ints] = field(default_factory=list)
+    sent: list[_Sent] = field(default_factory=list)
 
-    def add_pass(self, parts: Sequence[AttentionProgram | HeadProgram], *, backward: bool) -> None:
-        """An exchange of heads is one round, all of its messages at once."""
-        base, channel, counts = len(self.category), Channel[Message](), list[int]()
-        tables: list[Attends] = []
-        sizes = [self._bytes_per_token(part.degree if isinstance(part, HeadProgram) else 1) for part in parts]
-        for rank, part in enumerate(parts):
-            steps = part.inner.backward if backward else part.inner.forward
-            categories = [RING] * len(steps)
-            if isinstance(part, HeadProgram):
-                payloads = (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT)
-                before, after = (_joined(exchange_rounds(part, rank=rank, payload=each)) for each in payloads)
-                steps, categories = (before, *steps, after), [ALL_TO_ALL, *categories, ALL_TO_ALL]
-            for at, step in enumerate(steps, start=len(self.category)):
-                channel.post(rank, at, sends=step.sends, receives=step.receives)
-            self.category += categories
-            tables += [Attends.of(step.attends) for step in steps]
-            counts.append(len(steps))
-        shares = [1.0 / part.degree if isinstance(part, HeadProgram) else 1.0 for part in parts]
-        ranks = np.repeat(np.arange(len(parts)), counts)
-        self._work(tables, np.repeat(shares, counts), ranks=ranks, backward=backward)
-        self._finish(channel, counts, base=base, size=lambda rank, sent: sizes[rank][sent.payload])
+    def add_pass(self, work: _Work, *, backward: bool) -> None:
+        """A pass; an exchange of heads is one round, all of its messages at once, before and after the others."""
+        machine, unit, units = self.machine, work.unit, work.table.units
+        by_heads, degree = units.by_heads[unit], units.degree[unit].astype(np.float64)
+        inner = work.num_rounds(backward=backward)[unit]
+        rank, number = expanded(inner + 2 * by_heads)
+        step = number - by_heads[rank]
+        inside = (step >= 0) & (step < inner[rank])
+        place = unit[rank], np.where(inside, np.minimum(step, work.pairs.shape[1] - 1), 0)
+        inside &= step < work.pairs.shape[1]
+        pairs, sides = (np.where(inside, each[place], 0.0) / degree[rank] for each in (work.pairs, work.sides))
+        per_pair_s = machine.attention_s_per_pair * (ATTENTION_BACKWARD if backward else 1.0)
+        seconds = per_pair_s * (pairs + sides * machine.hardware.attention_half_tokens) * machine.slowness[rank]
+        self.category.append(np.where(by_heads[rank] & ((step < 0) | (step == inner[rank])), ALL_TO_ALL, RING))
+        self.compute_s.append(seconds)
+        for rows, values in ((self.attend_s, seconds), (self.pairs, pairs)):
+            rows.append(np.bincount(rank, values, minlength=machine.num_ranks).astype(np.float64))
+        sent = [self._rounds(work, backward=backward), *self._exchanges(work, inner, backward=backward)]
+        self._finish(_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))), inner + 2 * by_heads)
 
-    def add_exchange(self, encodes: Sequence[Encode | None], *, backward: bool) -> None:
+    def add_exchange(self, encodes: Sequence[Encode], *, backward: bool) -> None:
         """Features, or (`backward`) their gradients, which a frozen encoder has none of."""
-        vision, base = self.machine.model.vision, len(self.category)
-        channel, counts = Channel[ReshuffleMessage](), list[int]()
+        vision, channel = self.machine.model.vision, Channel[ReshuffleMessage]()
+        counts = np.zeros(self.machine.num_ranks, np.int64)
         for rank, item in enumerate(encodes):
-            rounds = item.features.rounds if item and not (backward and vision and vision.frozen) else ()
-            for at, step in enumerate(rounds, start=base + sum(counts)):
+            rounds = item.features.rounds if not (backward and vision and vision.frozen) else ()
+            counts[rank] = len(rounds)
+            for at, step in enumerate(rounds):
                 sent, received = (step.receive, step.send) if backward else (step.send, step.receive)
                 channel.post(rank, at, sends=filter(None, [sent]), receives=filter(None, [received]))
-            counts.append(len(rounds))
-        self.category += [ALL_TO_ALL] * sum(counts)
-        self.compute_s.append(np.zeros(sum(counts)))
-        self._finish(channel, counts, base=base, size=lambda *_: self.machine.features_bytes_per_token)
+        matches = channel.matches(complete=True)
+        rows = [(source, target, at, message.num_tokens) for source, target, at, _, message, _ in matches]
+        sources, targets, number, tokens = np.array(rows, np.int64).reshape(-1, 4).T
+        self.category.append(np.full(counts.sum(), ALL_TO_ALL))
+        self.compute_s.append(np.zeros(counts.sum()))
+        moved = (tokens * self.machine.features_bytes_per_token).astype(np.float64)
+        self._finish(_Sent(sources, targets, number, moved), counts)
 
     def traffic(self) -> AttentionTraffic:
         """The same on every stage."""
-        stages = np.arange(self.machine.num_stages)
-        num_stages = len(stages)
-        moved = np.tile(np.array(self.sizes, np.float64), num_stages)
-        rank_pairs = np.array(self.rank_pairs, np.int64).reshape(-1, 2)
-        sizes = np.tile(np.array([len(each) for each in self.ends], np.int64), num_stages)
-        first, message = np.array(self.first, np.int64), np.array([at for each in self.ends for at in each], np.int64)
+        num_stages, num_rounds, num_messages = self.machine.num_stages, self.num_rounds, self.num_messages
+        stages = np.arange(num_stages)
+        sent = _Sent(*(np.concatenate(columns) for columns in zip(*self.sent, strict=True)))
+        moved = np.tile(sent.moved, num_stages)
+        ends = np.concatenate(self.ends, axis=1)  # rounds, messages
+        order = np.argsort(ends[0], kind="stable")
+        sizes = np.tile(np.bincount(ends[0], minlength=num_rounds), num_stages)
+        of_pass = np.repeat(np.arange(len(self.sent)), [len(each.round) for each in self.sent])
+        shift = stages[:, None] * self.machine.num_ranks
+        source, target = ((end + shift).ravel() for end in (sent.source, sent.target))
         return AttentionTraffic(
             rounds=Rounds(
-                first=np.concatenate([first + stage * len(self.ends) for stage in stages], axis=1),
-                number=np.tile(np.array(self.count, np.int64), num_stages),
+                first=np.concatenate([np.stack(self.first) + stage * num_rounds for stage in stages], axis=1),
+                number=np.tile(np.stack(self.count), num_stages),
                 compute_s=np.tile(np.concatenate(self.compute_s), num_stages),
-                category=np.tile(np.array(self.category, np.int64), num_stages),
-                message_first=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-                message=np.concatenate([message + stage * len(rank_pairs) for stage in stages]),
+                category=np.tile(np.concatenate(self.category), num_stages),
+                message_first=np.append(0, np.cumsum(sizes)),
+                message=(ends[1][order] + stages[:, None] * num_messages).ravel(),
             ),
-            messages=messages_of(
-                np.concatenate([rank_pairs + stage * self.machine.num_ranks for stage in stages]),
-                moved,
-                machine=self.machine,
-            ),
+            messages=messages_of(source, target, moved=moved, machine=self.machine),
             message_bytes=moved,
-            message_pass=np.tile(np.array(self.passes, np.int64), num_stages),
-            pairs=np.tile(np.array(self.pairs, np.float64), num_stages),
-            attend_s=np.tile(np.array(self.attend_s, np.float64), num_stages),
+            message_pass=np.tile(of_pass, num_stages),
+            pairs=np.tile(np.stack(self.pairs), num_stages),
+            attend_s=np.tile(np.stack(self.attend_s), num_stages),
         )
 
-    def _bytes_per_token(self, degree: int) -> dict[Payload, float]:
-        """Bytes of a token in each kind of message of a rank that shares out heads with `degree` - 1 others."""
-        machine, share = self.machine, self.machine.kv_share(degree)
-        gathered, scattered = (machine.exchanged_bytes_per_token(degree, gathered=each) for each in (True, False))
-        return {
-            Payload.KV: share * machine.kv_bytes_per_token,
-            Payload.GRAD: share * machine.gradient_bytes_per_token,
-            **dict.fromkeys((Payload.QKV, Payload.QKV_GRAD), gathered),
-            **dict.fromkeys((Payload.OUT, Payload.OUT_GRAD), scattered),
-        }
+    def _rounds(self, work: _Work, *, backward: bool) -> _Sent:
+        """Keys and values, and in backward gradients, between the ranks at equal positions of units."""
+        table, machine = work.table, self.machine
+        sizes, degree, sent = table.sets.num_tokens, table.units.degree, list[_Sent]()
+        share = np.array([machine.kv_share(int(each)) for each in range(1, int(degree.max()) + 1)])
+        for rows, per_token in (
+            (table.keys, machine.kv_bytes_per_token),
+            (table.gradients, machine.gradient_bytes_per_token),
+        )[: 1 + backward]:
+            filled = _filled(table, rows)
+            moved = sizes[table.slots.set[filled]] * share[degree[rows.source] - 1] * per_token
+            row, position = expanded(degree[rows.source])
+            first = table.units.first
+            source, target = (table.units.ranks[first[end[row]] + position] for end in (rows.source, rows.target))
+            sent.append(_Sent(source, target, (rows.round + table.units.by_heads[rows.source])[row], moved[row]))
+        return _Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True)))
 
-    def _work(self, tables: Sequence[Attends], shares: Floats, *, ranks: Ints, backward: bool) -> None:
-        """Seconds of each round's attends, and pairs by rank."""
-        machine = self.machine
-        work = np.array([attend_work(table.columns) for table in tables], np.float64).reshape(-1, 2)
-        pairs, extra = work[:, 0] * shares, work[:, 1] * shares * machine.hardware.attention_half_tokens
-        seconds = machine.attention_s_per_pair * (ATTENTION_BACKWARD if backward else 1.0) * (pairs + extra)
-        seconds = seconds * machine.slowness[ranks]
-        self.compute_s.append(seconds)
-        self.attend_s.append(np.bincount(ranks, seconds, minlength=machine.num_ranks).astype(np.float64))
-        self.pairs.append(np.bincount(ranks, pairs, minlength=machine.num_ranks).astype(np.float64))
+    def _exchanges(self, work: _Work, inner: Ints, *, backward: bool) -> list[_Sent]:
+        """Both exchanges of heads: each rank with each other one of its unit."""
+        units, tokens = work.table.units, work.table.tokens
+        mine = np.flatnonzero(units.by_heads)
+        unit, number = expanded(units.degree[mine] ** 2)
+        unit = mine[unit]
+        source, target = np.divmod(number, units.degree[unit])
+        apart = source != target
+        unit = unit[apart]
+        source, target = (units.ranks[units.first[unit] + end[apart]] for end in (source, target))
+        found = []
+        for payload in (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT):
+            gathered, to_heads = payload in (Payload.QKV, Payload.QKV_GRAD), payload in TO_HEADS
+            sizes = [
+                self.machine.exchanged_bytes_per_token(int(each), gathered=gathered)
+                for each in range(1, int(units.degree.max()) + 1)
+            ]
+            moved = tokens[source if to_heads else target] * np.array(sizes)[units.degree[unit] - 1]
+            number = np.zeros_like(source) if to_heads else inner[source] + 1
+            found.append(_Sent(source, target, number, moved))
+        return found
 
-    def _finish(
-        self, channel: Channel[T], counts: Sequence[int], *, base: int, size: Callable[[int, T], float]
-    ) -> None:
-        """Number the messages of a pass whose ranks have `counts` rounds, from `base` on; `size`: bytes of a token of
-        a message that a rank sends."""
-        self.ends += [[] for _ in range(sum(counts))]
-        self.count.append([*counts])
-        self.first.append((base + np.cumsum([0, *counts[:-1]])).tolist())
-        for source, target, sent_round, expected_round, sent, _ in channel.matches(complete=True):
-            self.ends[sent_round].append(len(self.rank_pairs))
-            self.ends[expected_round].append(len(self.rank_pairs))
-            self.rank_pairs.append((source, target))
-            self.sizes.append(sent.num_tokens * size(source, sent))
-            self.passes.append(len(self.count) - 1)
+    def _finish(self, sent: _Sent, counts: Ints) -> None:
+        """Number the messages of a pass whose ranks have `counts` rounds: by source and target, then round."""
+        first = self.num_rounds + np.cumsum(counts) - counts
+        order = np.lexsort((sent.round, sent.target, sent.source))
+        sent = sent.at(order)
+        number = self.num_messages + np.arange(len(order))
+        rounds = np.concatenate([first[end] + sent.round for end in (sent.source, sent.target)])
+        self.ends.append(np.stack((rounds, np.tile(number, 2))))
+        self.sent.append(sent)
+        self.first.append(first)
+        self.count.append(counts)
+        self.num_rounds += int(counts.sum())
+        self.num_messages += len(order)
 
 
-def _joined(rounds: Sequence[AttentionRound]) -> AttentionRound:
-    """One round with all messages of these."""
-    sends, receives = (tuple(each for step in rounds for each in getattr(step, way)) for way in ("sends", "receives"))
-    return AttentionRound(sends=sends, receives=receives)
+def _filled(table: AttentionTable, rows: TableMessages) -> Ints:
+    """The slots that came, as keys and values or on their way back as gradients."""
+    if rows is table.keys:
+        return table.row(rows.target, rows.target_slot)
+    return table.row(rows.source, rows.source_slot)
 
 
-def messages_of(rank_pairs: Ints, moved: Floats, *, machine: Machine) -> Messages:
-    """Messages of `moved` bytes between `rank_pairs` of devices."""
-    source, target = rank_pairs.T
+def messages_of(source: Ints, target: Ints, *, moved: Floats, machine: Machine) -> Messages:
+    """Messages of `moved` bytes between devices."""
     from_node, to_node = machine.nodes[source], machine.nodes[target]
     across, hardware = from_node != to_node, machine.hardware
     own_s = moved / np.where(across, hardware.inter_node_bandwidth, hardware.intra_node_bandwidth)
@@ -237,20 +283,16 @@ def messages_of(rank_pairs: Ints, moved: Floats, *, machine: Machine) -> Message
     )
 
 
-def hops_of(programs: Sequence[RankProgram], *, machine: Machine) -> tuple[dict[HopKey, int], Messages]:
-    """The hops that programs send, `programs[device]`: the message of rank 0 by key, that of rank r comes r later; and
-    all messages."""
-    num_ranks = machine.num_ranks
+def hops_of(programs: Programs, *, machine: Machine) -> tuple[dict[HopKey, int], Messages]:
+    """The hops that programs send: the message of rank 0 by key, that of rank r comes r later; and all messages."""
+    ranks, tokens = np.arange(machine.num_ranks), programs.tokens
     number: dict[HopKey, int] = {}
-    rank_pairs: list[tuple[int, int]] = []
-    tokens: list[int] = []
-    for stage in range(machine.num_stages):
-        own = programs[stage * num_ranks : (stage + 1) * num_ranks]
-        by_rank = [of_kind(program, Send) for program in own]
-        for items in zip(*by_rank, strict=True):
-            first = items[0]
-            number[first.flow, first.microbatch, stage] = len(rank_pairs)
-            rank_pairs += [(stage * num_ranks + rank, first.stage * num_ranks + rank) for rank in range(num_ranks)]
-            tokens += [item.num_tokens for item in items]
-    moved = machine.hidden_bytes_per_token * np.array(tokens, np.float64)
-    return number, messages_of(np.array(rank_pairs, np.int64).reshape(-1, 2), moved, machine=machine)
+    ends, sizes = [np.empty((2, 0), np.int64)], [np.empty(0, np.int64)]
+    for outline in programs.outlines:
+        for item in of_kind(outline, Send):
+            number[item.flow, item.microbatch, outline.stage] = len(number) * machine.num_ranks
+            ends.append(np.stack([stage * machine.num_ranks + ranks for stage in (outline.stage, item.stage)]))
+            sizes.append(tokens[item.microbatch])
+    moved = machine.hidden_bytes_per_token * np.concatenate(sizes).astype(np.float64)
+    source, target = np.concatenate(ends, axis=1)
+    return number, messages_of(source, target, moved=moved, machine=machine)

@@ -11,8 +11,8 @@ import numpy as np
 from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, LINEAR_BACKWARD
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import taken
-from rayfcp.program import Encode, Forward, Free, Load, RankProgram, lower
-from rayfcp.program.order import check_order, of_kind
+from rayfcp.program import Forward, Programs, check_progress, lower
+from rayfcp.program.order import of_kind
 from rayfcp.simulate.encoder import EncoderWork, work_of
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
@@ -26,8 +26,6 @@ from rayfcp.values.arrays import Floats, Ints
 CLEARLY = 1.1
 """Plans beyond this multiple of the best prediction are not simulated: prediction and simulation are rarely as much as
 3 % apart."""
-
-Programs = tuple[RankProgram, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +61,11 @@ def choose(
 
 def _of(plan: BatchPlan, programs: Programs) -> Programs:
     """Programs with the hash of the plan, which covers its reason."""
-    plan_hash = plan.plan_hash
-    return tuple(replace(program, plan_hash=plan_hash) for program in programs)
+    return programs.with_hash(plan.plan_hash)
 
 
 def simulate(
-    programs: Sequence[RankProgram],
+    programs: Programs,
     *,
     model: ModelProfile,
     hardware: HardwareProfile,
@@ -79,8 +76,7 @@ def simulate(
     gather_every: Literal["microbatch", "step"] = "microbatch",
     detail: bool = False,
 ) -> Timeline:
-    """Replay the programs of all stages and ranks, that of rank r on stage p at index p x num_ranks + r, every
-    instruction, layer, round and message.
+    """Replay the programs of all stages and ranks, every instruction, layer, round and message.
 
     The rules are those of `Machine` (kernels and links), `steady` (sharded parameters, gathered again
     `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
@@ -90,30 +86,29 @@ def simulate(
     process.
 
     Raises:
-        ValueError: no programs, programs that disagree or would wait for ever, or a profile that makes no sense.
+        ValueError: programs that would wait for ever, or a profile that makes no sense.
     """
-    check_order(programs)
-    programs = [_without_free(each) for each in programs]
+    check_progress(programs)
     machine = machine_of(
         model,
         hardware,
-        num_ranks=programs[0].num_ranks,
-        num_stages=programs[0].num_stages,
+        num_ranks=programs.num_ranks,
+        num_stages=programs.num_stages,
         layers_of_stage=layers_of_stage,
         node_of_rank=node_of_rank,
         speed_of_rank=speed_of_rank,
         bytes_per_element=bytes_per_element,
     )
-    traffic, held = flatten(programs, machine=machine), _tokens(programs)
-    encoded = work_of(programs, machine=machine) if any(of_kind(each, Encode) for each in programs) else None
+    traffic, held = flatten(programs, machine=machine), np.tile(programs.tokens.astype(np.float64), programs.num_stages)
+    encoded = work_of(programs.encodes, machine=machine) if any(programs.encodes) else None
     work = np.concatenate((held, *(each.rows for each in (encoded,) if each)))
     outcome = run(programs, machine=machine, traffic=traffic, work=work, gather_every=gather_every)
     amounts = _amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded)
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
-        spans=spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
+        draw=lambda: spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
+        account=lambda: memory_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every),
         by_rank=_breakdowns(outcome, num_ranks=machine.num_ranks),
-        memory=memory_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every),
         num_ranks=machine.num_ranks,
         num_stages=machine.num_stages,
         peak_flops=hardware.peak_flops,
@@ -121,13 +116,8 @@ def simulate(
     )
 
 
-def _without_free(program: RankProgram) -> RankProgram:
-    """`Free` takes no time, and only some ranks have it."""
-    return replace(program, instructions=tuple(each for each in program.instructions if not isinstance(each, Free)))
-
-
 def _amounts(
-    programs: Sequence[RankProgram],
+    programs: Programs,
     *,
     machine: Machine,
     traffic: AttentionTraffic,
@@ -172,12 +162,6 @@ def _passes(machine: Machine, again: Ints) -> Ints:
     return found.reshape(-1, machine.num_devices)
 
 
-def _tokens(programs: Sequence[RankProgram]) -> Floats:
-    """`[microbatch, device]`, padding included."""
-    forwards = [of_kind(program, Forward) for program in programs]
-    return np.array([[item.attention.num_tokens for item in each] for each in forwards], np.float64).T.copy()
-
-
 def _breakdowns(outcome: ReplayOutcome, *, num_ranks: int) -> tuple[Breakdown, ...]:
     """By device. Waiting for shards longer than the rank of the stage that waits least counts as bubble: the rank came
     early."""
@@ -197,12 +181,15 @@ def _breakdowns(outcome: ReplayOutcome, *, num_ranks: int) -> tuple[Breakdown, .
     )
 
 
-def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: AttentionTraffic, held: Floats) -> Loads:
+def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, held: Floats) -> Loads:
     layers = np.repeat(machine.layers_of_stage, machine.num_ranks)
     last = np.arange(machine.num_devices) >= machine.num_devices - machine.num_ranks
-    forwards = [of_kind(program, Forward) for program in programs]
-    again = np.minimum(np.array([[item.recomputed_layers for item in each] for each in forwards]).T, layers)
-    kept = np.array([[item.keeps_attention for item in each] for each in forwards]).T
+    forwards = [of_kind(outline, Forward) for outline in programs.outlines]
+    again, kept = (
+        np.repeat(np.array([[getattr(item, name) for item in each] for each in forwards]).T, machine.num_ranks, axis=1)
+        for name in ("recomputed_layers", "keeps_attention")
+    )
+    again = np.minimum(again, layers)
     passes = _passes(machine, np.where(kept, 0, again))
     exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
     attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
@@ -217,16 +204,13 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Attent
     sent, received = (
         np.bincount(place + end, moved, minlength=held.size).astype(np.float64).reshape(held.shape) for end in ends
     )
-    loaded = [of_kind(program, Load) for program in programs]
-    num_tokens = [
-        tuple(sum(piece.num_tokens for piece in each[at].pieces) for each in loaded) for at in range(len(again))
-    ]
+    loaded = [tuple(pieces.tokens_of_ranks().tolist()) * programs.num_stages for pieces in programs.pieces]
     per_layer = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_pair / machine.model.num_layers
     flops = per_layer * _layer_pairs(machine, traffic)
     return Loads(
         compute_s=_rows(compute_s),
         attention_flops=_rows(flops),
-        num_tokens=tuple(num_tokens),
+        num_tokens=tuple(loaded),
         sent_bytes=_rows(sent),
         received_bytes=_rows(received),
     )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.program import Backward, Encode, Forward, Instruction, Load, RankProgram, Receive, Send
-from rayfcp.program.order import of_kind
+from rayfcp.program import Backward, Encode, Forward, Free, Instruction, Load, Programs, RankProgram, Receive, Send
 from rayfcp.simulate.encoder import encode, encode_backward
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import Messages, ReplayRecord, ReplayState, Script, Wires, new_record, new_state, replay
@@ -48,7 +47,7 @@ class ReplayOutcome:
 
 
 def run(
-    programs: Sequence[RankProgram], *, machine: Machine, traffic: AttentionTraffic, work: Floats, gather_every: str
+    programs: Programs, *, machine: Machine, traffic: AttentionTraffic, work: Floats, gather_every: str
 ) -> ReplayOutcome:
     """Replay the programs of all devices; `work[row, device]`: tokens of each microbatch and, where images are
     encoded, `EncoderWork.rows`. Rows whose layers do not settle are replayed whole.
@@ -81,8 +80,13 @@ def run(
         shown |= unsettled
 
 
+def timed(outline: RankProgram) -> tuple[Instruction, ...]:
+    """The instructions that take time: `Free` does not, and only some ranks have it."""
+    return tuple(item for item in outline.instructions if not isinstance(item, Free))
+
+
 def _plots(
-    programs: Sequence[RankProgram],
+    programs: Programs,
     *,
     machine: Machine,
     hops: Mapping[HopKey, int],
@@ -100,18 +104,19 @@ def _plots(
     layers' share of the fixed seconds of a microbatch.
     """
     plots: list[StageScript] = []
-    for program in programs[:: machine.num_ranks]:
+    for outline in programs.outlines:
         writer = ScriptWriter(
             machine=machine,
-            num_microbatches=len(of_kind(program, Load)),
-            stage=program.stage,
-            part=machine.part(program.stage),
+            num_microbatches=programs.num_microbatches,
+            stage=outline.stage,
+            part=machine.part(outline.stage),
             once=gather_every == "step",
             shown=shown,
             first_collective=sum(len(plot.collective_bytes) for plot in plots),
         )
-        for position, item in enumerate(program.instructions):
-            before = program.instructions[:position]
+        instructions = timed(outline)
+        for position, item in enumerate(instructions):
+            before = instructions[:position]
             writer.instants.append(_write(writer, item, position=position, before=before, hops=hops))
         plots.append(writer.plot())
     return plots

@@ -1,15 +1,16 @@
 """The result of a simulation: times, loads and memory of a global batch, and its spans."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 
-from rayfcp.program import Backward, Encode, Forward, Load, RankProgram, Receive
-from rayfcp.simulate.machine import Machine, StageModel
+from rayfcp.program import Backward, Encode, Forward, Load, Programs, Receive
+from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.rounds import AttentionTraffic
-from rayfcp.simulate.steady import ReplayOutcome
+from rayfcp.simulate.steady import ReplayOutcome, timed
 from rayfcp.values import Imbalance, Span, SpanKind
 from rayfcp.values.arrays import Floats
 
@@ -50,28 +51,36 @@ class Loads:
         return tuple(tuple(row) for row in work.tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A simulated step, from the first load to the last gradient reduction, optimizer excluded.
 
-    `spans` are sorted by stage, rank and start, from 0 to `iteration_s`. Device p x `num_ranks` + r is that of rank r
-    on stage p; with one stage devices are ranks. `by_rank`, `loads` and `memory` are by device. `model_flops` and
-    `attention_flops`: forward and backward of all devices, recomputation and padding not counted. `peak_flops`: of one
-    device. `loads` count what each device did in each microbatch; bytes are those of keys, values, heads, features and
-    their gradients, all layers.
+    `spans` are sorted by stage, rank and start, from 0 to `iteration_s`; they and `memory` are made when asked for.
+    Device p x `num_ranks` + r is that of rank r on stage p; with one stage devices are ranks. `by_rank`, `loads` and
+    `memory` are by device. `model_flops` and `attention_flops`: forward and backward of all devices, recomputation and
+    padding not counted. `peak_flops`: of one device. `loads` count what each device did in each microbatch; bytes are
+    those of keys, values, heads, features and their gradients, all layers.
     """
 
     iteration_s: float
-    spans: tuple[Span, ...]
     by_rank: tuple[Breakdown, ...]
     loads: Loads
-    memory: tuple[tuple[Sample, ...], ...]
     num_ranks: int
     num_stages: int
     num_tokens: int
     model_flops: float
     attention_flops: float
     peak_flops: float
+    draw: Callable[[], tuple[Span, ...]] = field(repr=False, compare=False)
+    account: Callable[[], tuple[tuple[Sample, ...], ...]] = field(repr=False, compare=False)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        return self.draw()
+
+    @cached_property
+    def memory(self) -> tuple[tuple[Sample, ...], ...]:
+        return self.account()
 
     @property
     def num_devices(self) -> int:
@@ -140,7 +149,7 @@ def _imbalance(loads: Sequence[Sequence[float]], *, num_ranks: int) -> float:
 
 
 def spans_of(
-    programs: Sequence[RankProgram],
+    programs: Programs,
     *,
     machine: Machine,
     traffic: AttentionTraffic,
@@ -149,11 +158,10 @@ def spans_of(
 ) -> tuple[Span, ...]:
     """Load, encode, forward, backward, reduce and wait of each device and microbatch, without gaps; with `detail` also
     attention, transfers and waits of the rounds of one layer of each pass (the last but one that was replayed)."""
-    pairs, end_s = traffic.pairs, float(outcome.end_s.max())
     found = [
         span
-        for program in programs
-        for span in _coarse(program, machine=machine, outcome=outcome, pairs=pairs, end_s=end_s)
+        for device in range(machine.num_devices)
+        for span in _coarse(programs, device, machine=machine, outcome=outcome, pairs=traffic.pairs)
     ]
     if detail:
         for number in sorted(outcome.later_s):
@@ -162,10 +170,10 @@ def spans_of(
 
 
 def _coarse(
-    program: RankProgram, *, machine: Machine, outcome: ReplayOutcome, pairs: Floats, end_s: float
+    programs: Programs, device: int, *, machine: Machine, outcome: ReplayOutcome, pairs: Floats
 ) -> Iterator[Span]:
-    rank, stage = program.rank, program.stage
-    device, part = stage * machine.num_ranks + rank, machine.part(stage)
+    stage, rank = divmod(device, machine.num_ranks)
+    part, tokens = machine.part(stage), programs.tokens[:, rank]
     times = outcome.times(device).tolist()
     flops: dict[int, float] = {}
 
@@ -173,10 +181,9 @@ def _coarse(
         if stop > start:
             yield Span(rank=rank, stage=stage, kind=kind, label=label, start_s=start, stop_s=stop, amount=amount)
 
-    for item, instant in zip(program.instructions, outcome.plot(device).instants, strict=True):
-        start, ready, computed, stop = (
-            times[mark] for mark in (instant.start, instant.ready, instant.computed, instant.stop)
-        )
+    for item, instant in zip(timed(programs.outlines[stage]), outcome.plot(device).instants, strict=True):
+        marks = (instant.start, instant.ready, instant.computed, instant.stop)
+        start, ready, computed, stop = (times[mark] for mark in marks)
         number = item.microbatch
         if isinstance(item, Load):
             yield from span(SpanKind.LOAD, f"load {number}", start=start, stop=stop)
@@ -184,7 +191,9 @@ def _coarse(
             yield from span(SpanKind.WAIT, f"encoder's parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.ENCODE, f"encode {number}", start=ready, stop=stop)
         elif isinstance(item, Forward):
-            flops[number] = _forward_flops(item, part=part, pairs=pairs[:, rank], machine=machine)
+            first, last = (machine.number(number, backward=each) for each in (False, True))
+            flops[number] = part.linear_flops_per_token * int(tokens[number])
+            flops[number] += part.attention_flops(pairs[first:last, rank])
             yield from span(SpanKind.WAIT, f"parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.FORWARD, f"forward {number}", start=ready, stop=stop, amount=flops[number])
         elif isinstance(item, Receive):
@@ -199,12 +208,7 @@ def _coarse(
                 yield from span(SpanKind.ENCODE, f"encode backward {number}", start=begin, stop=end)
                 computed = end
             yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=stop)
-    yield from span(SpanKind.WAIT, "end", start=times[-1], stop=end_s)
-
-
-def _forward_flops(item: Forward, *, part: StageModel, pairs: Floats, machine: Machine) -> float:
-    first, stop = (machine.number(item.microbatch, backward=each) for each in (False, True))
-    return part.linear_flops_per_token * item.attention.num_tokens + part.attention_flops(pairs[first:stop])
+    yield from span(SpanKind.WAIT, "end", start=times[-1], stop=float(outcome.end_s.max()))
 
 
 def _rounds(number: int, *, traffic: AttentionTraffic, outcome: ReplayOutcome, machine: Machine) -> Iterator[Span]:

@@ -1,4 +1,4 @@
-"""Types of numpy arrays."""
+"""Types of numpy arrays, and what is done with columns in several packages."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,3 +6,13 @@ import numpy.typing as npt
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+
+def expanded(counts: Ints) -> tuple[Ints, Ints]:
+    """Item i `counts[i]` times, and the number of each time.
+
+    >>> expanded(np.array([2, 1]))
+    (array([0, 0, 1]), array([0, 1, 0]))
+    """
+    at = np.repeat(np.arange(len(counts)), counts)
+    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from rayfcp.program.heads import padding_number, with_peers
+from rayfcp.program.attention import padding_number
+from rayfcp.program.heads import with_peers
 from rayfcp.program.instructions import AttentionProgram, HeadProgram, Load, Message, Piece
 from rayfcp.verify.replay import SlotTokens
 from rayfcp.verify.tokens import Tokens

@@ -7,7 +7,7 @@ from rayfcp.cost.memory import GIB
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.program.instructions import Attends, AttentionRound, Backward, Forward, Payload, RankProgram
-from rayfcp.program.ledger import Stage, held_bytes
+from rayfcp.program.ledger import Stage, held_bytes, uses_of_program
 from rayfcp.values import Layout, Pacing
 
 
@@ -106,5 +106,5 @@ def most_held(program: RankProgram, *, cost: CostModel, pipeline: PipelineCost) 
             )
     last = program.stage + 1 == pipeline.num_stages
     stage = Stage(layers=layers, is_last=last, layer=pipeline.layer_bytes, num_kv_heads=cost.num_kv_heads)
-    peak, _ = held_bytes(program, stage)
+    peak, _ = held_bytes(uses_of_program(program), stage)
     return int(peak.max()), passes[int(peak.argmax())].microbatch

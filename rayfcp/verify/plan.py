@@ -11,7 +11,7 @@ import numpy as np
 
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.layout import layouts_of
-from rayfcp.program.heads import padding_number
+from rayfcp.program.attention import padding_number
 from rayfcp.program.instructions import Column, Load, Piece, RankProgram
 from rayfcp.program.lower import lower
 from rayfcp.program.order import attention_by_kind
@@ -221,7 +221,9 @@ def check_plan(
         check_members(layout, microbatch, number=number)
         _check_matchings(layout, number)
         _check_memory(layout, number, cluster=cluster)
-    programs = lower(plan, sequences, layouts=layouts)
+    lowered = lower(plan, sequences)
+    check_progress(lowered)
+    programs = tuple(lowered)
     check_programs(programs, sequences)
     check_buffers(programs, [layout.pacing for layout in layouts])
     if plan.pipelines and cost is not None and cost.pipeline is not None:

@@ -23,10 +23,10 @@ from rayfcp.program.instructions import (
     Column,
     Message,
     Payload,
-    expanded,
 )
 from rayfcp.program.progress import Match, attention_channel
 from rayfcp.values import FULL, LayerKind, SequenceSpec
+from rayfcp.values.arrays import expanded
 from rayfcp.verify.tokens import Tokens, pairs_of
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rayfcp.program.instructions import CAUSAL, WHOLE, Attends, Column, Piece, Range, expanded
+from rayfcp.program.instructions import CAUSAL, WHOLE, Attends, Column, Piece, Range
+from rayfcp.values.arrays import expanded
 
 
 class Tokens:

@@ -15,13 +15,13 @@ from rayfcp.cost.layout import layout_passes, layout_s
 from rayfcp.cost.work import layout_work
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import lower
-from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import AttentionRound
 from rayfcp.simulate import simulate
 from rayfcp.values import Block, ClusterSpec, Layout, SequenceSpec
 from tests.examples import examples
 from tests.masks import sees
 from tests.plan.helpers import UNIT, batch_of, batches
+from tests.program.lowered import attention_of
 
 DISPATCH_CASE = [2, 4, 3, 16, 13, 5, 9, 10]
 
@@ -102,7 +102,7 @@ def test_work_is_that_of_the_programs(
     blocks = blocks_of(chunks, [random.randrange(num_ranks) for _ in chunks])
     layout = cast(blocks, num_ranks=num_ranks)
     work = layout_work(layout, by_id={each.id: each for each in sequences}, num_ranks=num_ranks)
-    programs = lower_attention(layout, num_ranks=num_ranks)
+    programs = attention_of(layout, num_ranks=num_ranks)
     for rank, program in enumerate(programs):
         held = work.tokens[rank] > 0
         assert work.tokens[rank] == program.num_tokens * held

@@ -12,12 +12,12 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram, lower
-from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import plan_of
 from tests.execute.threads import InProcessTransport
 from tests.masks import seen
 from tests.program.helpers import forwards
+from tests.program.lowered import attention_of
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 Tensors = dict[int, list[torch.Tensor]]
@@ -110,7 +110,7 @@ def assert_equal_to_dense(
     layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int, dtype: torch.dtype
 ) -> None:
     """The layout without groups: rings and rounds."""
-    programs = lower_attention(layout, num_ranks=num_ranks)
+    programs = attention_of(layout, num_ranks=num_ranks)
     assert_programs_equal_to_dense(programs, layout, sequences, dtype=dtype)
 
 

@@ -11,7 +11,7 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.program import RankProgram
-from rayfcp.program.ledger import Stage, held_bytes
+from rayfcp.program.ledger import Stage, held_bytes, uses_of_program
 from rayfcp.values import Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import VOCAB, CaseTokens
 from tests.execute.dense import run_ranks
@@ -88,7 +88,7 @@ def modelled(case: StagedCase, program: RankProgram) -> int:
         layer=layer_bytes(model, bytes_per_element=4),
         num_kv_heads=model.num_kv_heads,
     )
-    return int(held_bytes(program, stage)[1].max())
+    return int(held_bytes(uses_of_program(program), stage)[1].max())
 
 
 @pytest.mark.parametrize(

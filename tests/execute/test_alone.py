@@ -10,10 +10,10 @@ from rayfcp.execute.attention.function import attention
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
-from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, MicrobatchPlan
 from tests.execute.threads import InProcessTransport
 from tests.masks import specs
+from tests.program.lowered import attention_of
 
 VIEWS = {
     "detach",
@@ -46,7 +46,7 @@ def work(lengths: list[int], *, dtype: torch.dtype) -> dict[str, int]:
     sequences = specs(lengths)
     group = Group(ranks=(0,), sequences=tuple(range(len(lengths))))
     layout = lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), sequences)
-    (program,) = lower_attention(layout, num_ranks=1)
+    (program,) = attention_of(layout, num_ranks=1)
     tensors = [torch.randn(sum(lengths), heads, 16).to(dtype) for heads in (4, 2, 2, 4)]
     query, key, value = (each.requires_grad_() for each in tensors[:3])
     with Work() as counted:

@@ -12,7 +12,6 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram
-from rayfcp.program.heads import lower_heads
 from rayfcp.values import Block, Group, Layout, MicrobatchPlan, Primitive
 from tests.examples import examples
 from tests.execute.dense import (
@@ -23,6 +22,7 @@ from tests.execute.dense import (
 from tests.execute.layouts import random_layout
 from tests.execute.threads import InProcessTransport
 from tests.masks import specs
+from tests.program.lowered import heads_of_runs
 
 
 @examples(40)
@@ -79,7 +79,7 @@ def test_ulysses_groups_of_any_ranks(lengths: list[int], degree: int, ranks: lis
         blocks = tuple(replace(block, rank=group.ranks[block.rank]) for block in strewn)
         layout = Layout(blocks=blocks, rounds=())
     programs: list[AttentionProgram | HeadProgram] = [AttentionProgram(num_tokens=1, forward=(), backward=())] * 5
-    for rank, program in lower_heads(layout, [group.ranks]).items():
+    for rank, program in heads_of_runs(layout, [group.ranks]).items():
         programs[rank] = program
     assert_programs_equal_to_dense(programs, layout, sequences, dtype=torch.float64)
 
@@ -87,7 +87,7 @@ def test_ulysses_groups_of_any_ranks(lengths: list[int], degree: int, ranks: lis
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (12, 3)])
 def test_heads_that_a_degree_cannot_share_out_are_named(heads: int, kv_heads: int) -> None:
     layout = Layout(blocks=(Block(sequence=0, start=0, stop=3, rank=0),), rounds=())
-    program = lower_heads(layout, [(0, 1, 2, 3)])[0]
+    program = heads_of_runs(layout, [(0, 1, 2, 3)])[0]
     query, key = torch.zeros(3, heads, 8), torch.zeros(3, kv_heads, 8)
     expected = f"{heads} heads on {kv_heads} key/value heads cannot be split over the 4 ranks"
     with pytest.raises(ValueError, match=expected):
@@ -96,7 +96,7 @@ def test_heads_that_a_degree_cannot_share_out_are_named(heads: int, kv_heads: in
 
 def test_a_program_of_other_ranks_is_named() -> None:
     layout = Layout(blocks=(Block(sequence=0, start=0, stop=3, rank=0),), rounds=())
-    program = lower_heads(layout, [(0, 1)])[0]
+    program = heads_of_runs(layout, [(0, 1)])[0]
     tensor = torch.zeros(3, 2, 8)
     with pytest.raises(ValueError, match=r"the program is of ranks \(0, 1\), this is rank 2"):
         attention(

@@ -16,7 +16,6 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
-from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, LayerKind, Layout, MicrobatchPlan, SequenceSpec
 from tests.examples import examples
 from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, Tensors, dense, random_tensors, run_ranks
@@ -25,6 +24,7 @@ from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.execute.test_blocks import laid_out
 from tests.execute.threads import InProcessTransport
 from tests.masks import specs
+from tests.program.lowered import attention_of
 
 WIDTHS = (HEADS, KV_HEADS, KV_HEADS, HEADS)
 Pieces = Sequence[Sequence[Piece]]
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_named() -> None:
     sequences = specs([8])
     theirs = [[Piece(sequence=0, start=0, stop=8)], []]
     layout = ring(sequences, num_ranks=2)
-    programs, shuffles = lower_attention(layout, num_ranks=2), lower_reshuffle(theirs, layout)
+    programs, shuffles = attention_of(layout, num_ranks=2), lower_reshuffle(theirs, layout)
     transport, kernel = InProcessTransport(Fabric(2), 0), pick_kernel("cpu")
     eight = torch.zeros(8, 1, 16)
     with pytest.raises(ValueError, match="the reshuffle is of rank 1, this is rank 0"):
@@ -167,6 +167,6 @@ def test_what_does_not_fit_is_named() -> None:
         attention(four, four, four, context, reshuffle=shuffles[0])
     with pytest.raises(ValueError, match=r"query is torch\.float32, key torch\.float64"):
         attention(four, four.double(), four.double(), context)
-    other = lower_attention(ring(specs([6]), num_ranks=2), num_ranks=2)
+    other = attention_of(ring(specs([6]), num_ranks=2), num_ranks=2)
     with pytest.raises(ValueError, match="rank 0 has 4 tokens in its layout, the program 3"):
         make_schedule(other[0], reshuffle=shuffles[0])

@@ -13,12 +13,12 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.program import Piece, lower_reshuffle
-from rayfcp.program.attention import lower_attention
 from rayfcp.values import Layout
 from tests.execute.gloo import joined, on_processes
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.masks import specs
+from tests.program.lowered import attention_of
 
 NUM_RANKS, NUM_LAYERS, HEADS, HEAD_DIM = 3, 3, 4, 16
 WIDTH = HEADS * HEAD_DIM
@@ -81,7 +81,7 @@ Found = dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]]
 def run_case(index: int, dtype: torch.dtype, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's outputs by piece, and the gradients of all ranks."""
     theirs, layout = CASES[index]
-    programs = lower_attention(layout, num_ranks=NUM_RANKS)
+    programs = attention_of(layout, num_ranks=NUM_RANKS)
     context = AttentionContext(
         schedule=make_schedule(programs[rank], reshuffle=lower_reshuffle(theirs, layout)[rank]),
         transport=DistributedTransport(dist.group.WORLD),

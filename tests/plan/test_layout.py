@@ -2,6 +2,7 @@ import itertools
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,10 +35,14 @@ def microbatches(draw: st.DrawFn) -> tuple[MicrobatchPlan, list[SequenceSpec]]:
 
 
 @given(st.integers(1, 100), st.integers(1, 9), st.integers(0, 17))
-def test_slices_are_level_and_mirrored(num_tokens: int, degree: int, first: int) -> None:
-    first %= 2 * degree
-    ranges, after = zigzag(num_tokens, degree=degree, first=first)
-    assert 0 <= after < 2 * degree
+def test_slices_are_level_and_mirrored(num_tokens: int, degree: int, before: int) -> None:
+    """The second sequence of a group, whose first one leaves the round at any place."""
+    lengths, group = np.array([2 * degree + before, num_tokens]), np.zeros(2, np.int64)
+    columns = zigzag(lengths, degree=np.full(2, degree), group=group)
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
+    for sequence, position, start, stop in zip(*(each.tolist() for each in columns), strict=True):
+        if sequence == 1:
+            ranges[position].append((start, stop))
     flat = sorted(piece for held in ranges for piece in held)
     assert flat[0][0] == 0 and flat[-1][1] == num_tokens
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(flat))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rayfcp.program import Attend, AttentionProgram, Forward, Payload, lower
 from rayfcp.program.attends import TILE, Brought, paced
-from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import Attends
 from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Pacing, Round, SequenceSpec, Transfer
 from rayfcp.verify import check_plan
@@ -18,6 +17,7 @@ from rayfcp.verify.memory import check_buffers
 from tests.examples import examples
 from tests.masks import specs
 from tests.program.helpers import random_plan, scattered
+from tests.program.lowered import attention_of
 
 Pair = tuple[int, int, int]
 
@@ -93,7 +93,7 @@ def two_ranks(pacing: Pacing | None) -> Layout:
 
 
 def programs_of(pacing: Pacing | None) -> tuple[AttentionProgram, ...]:
-    return lower_attention(two_ranks(pacing), num_ranks=2)
+    return attention_of(two_ranks(pacing), num_ranks=2)
 
 
 def arrivals(program: AttentionProgram, payload: Payload) -> list[int]:
@@ -162,4 +162,4 @@ def test_relays_are_not_paced() -> None:
     rounds = tuple(Round(transfers=(Transfer(blocks=(0,), source=a, target=b),)) for a, b in hops)
     layout = Layout(blocks=blocks, rounds=rounds, pacing=Pacing(coalesce=1, num_buffers=3))
     with pytest.raises(ValueError, match="rank 1 passes on blocks of rank 0"):
-        lower_attention(layout, num_ranks=3)
+        attention_of(layout, num_ranks=3)

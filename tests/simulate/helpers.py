@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayfcp.plan import CostModel
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import Programs, lower
 from rayfcp.values import (
     BatchPlan,
     Group,
@@ -70,7 +70,7 @@ def plan_of(
     )
 
 
-def lone_group(num_tokens: int, *, degree: int, primitive: Primitive = Primitive.RING) -> tuple[RankProgram, ...]:
+def lone_group(num_tokens: int, *, degree: int, primitive: Primitive = Primitive.RING) -> Programs:
     """One sequence on all ranks."""
     plan = plan_of([[(tuple(range(degree)), (0,))]], num_ranks=degree, primitive=primitive)
     return lower(plan, specs([num_tokens]))

@@ -6,20 +6,9 @@ import pytest
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.program import (
-    Attend,
-    AttentionProgram,
-    AttentionRound,
-    Backward,
-    Forward,
-    Load,
-    Message,
-    Payload,
-    RankProgram,
-    lower,
-)
+from rayfcp.program import Programs, lower
 from rayfcp.simulate import simulate
-from rayfcp.values import ClusterSpec, Primitive
+from rayfcp.values import Block, ClusterSpec, Layout, Primitive, Round, Transfer
 from tests.masks import specs
 from tests.simulate.helpers import MODEL, cost_of, exposed_sharding_s, lone_group, machine, plan_of, root_parameters
 
@@ -149,38 +138,14 @@ def test_ranks_wait_for_the_slowest_in_each_pass() -> None:
     assert 0.98 * both_maxima < timeline.iteration_s <= both_maxima * (1 + 1e-9)
 
 
-def _message_program(rank: int, rounds: AttentionRound, *, num_ranks: int) -> RankProgram:
-    attend = AttentionRound(attends=(Attend(query=(0, 1), slot=0, key=(0, 1), causal=True),))
-    attention = AttentionProgram(num_tokens=1, forward=(rounds,), backward=(attend,))
-    return RankProgram(
-        rank=rank,
-        num_ranks=num_ranks,
-        stage=0,
-        num_stages=1,
-        plan_hash="",
-        instructions=(
-            Load(microbatch=0, pieces=()),
-            Forward(microbatch=0, attention=attention, recomputed_layers=0),
-            Backward(microbatch=0, reduce=True),
-        ),
-    )
-
-
-def _messages(pairs: list[tuple[int, int]], *, num_ranks: int, tokens: int) -> tuple[RankProgram, ...]:
-    def message(peer: int) -> Message:
-        return Message(peer=peer, payload=Payload.KV, slot=1, ranges=((0, tokens),))
-
-    return tuple(
-        _message_program(
-            rank,
-            AttentionRound(
-                sends=tuple(message(target) for source, target in pairs if source == rank),
-                receives=tuple(message(source) for source, target in pairs if target == rank),
-            ),
-            num_ranks=num_ranks,
-        )
-        for rank in range(num_ranks)
-    )
+def _messages(pairs: list[tuple[int, int]], *, num_ranks: int, tokens: int) -> Programs:
+    """Every rank holds a sequence; some send all of theirs to others, in one round."""
+    blocks = tuple(Block(sequence=rank, start=0, stop=tokens, rank=rank) for rank in range(num_ranks))
+    transfers = tuple(Transfer(blocks=(source,), source=source, target=target) for source, target in pairs)
+    layout = Layout(blocks=blocks, rounds=(Round(transfers=transfers),))
+    plan = plan_of([[((rank,), (rank,)) for rank in range(num_ranks)]], num_ranks=num_ranks)
+    microbatch = replace(plan.microbatches[0], layout=layout)
+    return lower(replace(plan, microbatches=(microbatch,)), specs([tokens] * num_ranks))
 
 
 def _added_s(pairs: list[tuple[int, int]], **changes: object) -> float:
@@ -194,7 +159,8 @@ def _added_s(pairs: list[tuple[int, int]], **changes: object) -> float:
     return with_messages - without
 
 
-MESSAGE_BYTES = MODEL.kv_bytes_per_token(2) * 10_000_000
+MESSAGE_BYTES = 2 * MODEL.kv_bytes_per_token(2) * 10_000_000 + MODEL.kv_bytes_per_token(4) * 10_000_000
+"""Keys and values, forward and again in backward, and their gradients on the way back."""
 
 
 def test_two_transfers_into_one_port_take_twice_as_long() -> None:
@@ -210,6 +176,8 @@ def test_ranks_of_a_node_share_its_uplink() -> None:
     one_s = MESSAGE_BYTES / 2e8
     pairs = [(0, 2), (1, 3)]
     assert _added_s(pairs, devices_per_node=2) == pytest.approx(one_s, rel=1e-4)
-    assert _added_s(pairs, devices_per_node=2, node_uplink_bandwidth=2e8) == pytest.approx(2 * one_s, rel=1e-4)
+    # The first gradients, which take half of the four parts, start behind the first keys, not the second ones.
+    shared_s = (2 + 1 + 2 * 2) / 4 * one_s
+    assert _added_s(pairs, devices_per_node=2, node_uplink_bandwidth=2e8) == pytest.approx(shared_s, rel=1e-4)
     assert _added_s([(0, 2), (3, 1)], devices_per_node=2, node_uplink_bandwidth=2e8) == pytest.approx(one_s, rel=1e-4)
     assert _added_s([(0, 2), (0, 1)], devices_per_node=2) == pytest.approx(one_s, rel=1e-4)

@@ -41,8 +41,8 @@ class Recorder:
     def __init__(self, run_dir: Path, *, runtime: Runtime, trace_steps: int, resume_step: int) -> None:
         self._run_dir, self._runtime = run_dir, runtime
         self._times = RankTimes.read(run_dir / rank_times.FILE, up_to=resume_step) if resume_step else RankTimes()
-        self._recorded: deque[tuple[TracedStep, tuple[Any, ...], ClusterSpec]] = deque(maxlen=trace_steps)
-        """Steps of the trace with what it takes to simulate them: references of their programs, and their ranks."""
+        self._recorded: deque[tuple[TracedStep, Any, ClusterSpec]] = deque(maxlen=trace_steps)
+        """Steps of the trace with what it takes to simulate them: the reference of their programs, and their ranks."""
         self._last_step, self._num_devices, self._written_s = resume_step, 0, self._runtime.now_s()
         if resume_step:
             self._end_killed_run()
@@ -67,7 +67,7 @@ class Recorder:
         if self._runtime.now_s() - self._written_s >= WRITE_EVERY_S:
             self._write_times()
 
-    def predict(self, simulate: Callable[[Sequence[Any], ClusterSpec], Sequence[Span]]) -> None:
+    def predict(self, simulate: Callable[[Any, ClusterSpec], Sequence[Span]]) -> None:
         """Add simulated spans to the steps of the trace, up to the first one that cannot be simulated."""
         for at, (traced, programs, cluster) in enumerate(self._recorded):
             try:

@@ -175,8 +175,9 @@ class Stepper:
             place = number // cluster.tensor_parallel
             refs.append(
                 worker.step.remote(
-                    planned.programs[place],
+                    planned.programs,
                     planned.batch_ref,
+                    place=place,
                     plan_hash=planned.record.plan_hash,
                     snapshot=snapshot,
                     kept=kept,

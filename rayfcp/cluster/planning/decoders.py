@@ -14,7 +14,7 @@ from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange
-from rayfcp.program import RankProgram
+from rayfcp.program import Programs
 from rayfcp.program.instructions import wanted_images
 from rayfcp.values import GlobalBatch
 
@@ -32,9 +32,9 @@ class Decoder:
     def ready(self) -> None:
         """Answers once the actor runs."""
 
-    def decode(self, program: RankProgram, batch: GlobalBatch) -> dict[ImageRange, DecodedImages]:
+    def decode(self, programs: Programs, batch: GlobalBatch, *, rank: int) -> dict[ImageRange, DecodedImages]:
         """Decode the images of one rank in one step."""
-        return self._decoder.decode(batch, wanted_images(program.instructions))
+        return self._decoder.decode(batch, wanted_images(items[rank] for items in programs.encodes if items))
 
 
 def fetched(pixels: Sequence[Any], *, patience_s: float) -> dict[ImageRange, DecodedImages] | None:
@@ -60,15 +60,15 @@ class Decoders:
         self._turn = 0
         self.ahead = config.data.decode_ahead_steps
 
-    def request(self, programs: Sequence[Any], batch: Any) -> tuple[Any, ...]:
-        """References of the decoded images of each program, empty without a running decoder; `programs` and `batch` are
+    def request(self, programs: Any, batch: Any, *, num_ranks: int) -> tuple[Any, ...]:
+        """References of the decoded images of each rank, empty without a running decoder; `programs` and `batch` are
         references too."""
         self._take_started()
         if not self._running:
             return ()
-        first, self._turn = self._turn, self._turn + len(programs)
-        actors = [self._running[(first + number) % len(self._running)] for number in range(len(programs))]
-        return tuple(actor.decode.remote(program, batch) for actor, program in zip(actors, programs, strict=True))
+        first, self._turn = self._turn, self._turn + num_ranks
+        actors = [self._running[(first + number) % len(self._running)] for number in range(num_ranks)]
+        return tuple(actor.decode.remote(programs, batch, rank=rank) for rank, actor in enumerate(actors))
 
     def end(self) -> None:
         """Kill them by handle."""

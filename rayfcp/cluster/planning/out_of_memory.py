@@ -10,8 +10,8 @@ from rayfcp.cost.analytic import device_model
 from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.refit import COEFFICIENTS
-from rayfcp.program import Encode, Forward, RankProgram
-from rayfcp.program.ledger import Stage, forward_bytes, held_bytes
+from rayfcp.program import Encode, Forward, HeadProgram, RankProgram
+from rayfcp.program.ledger import Stage, forward_bytes, held_bytes, uses_of_program
 from rayfcp.values import ClusterSpec, ModelProfile
 
 LESS_MEMORY = 0.8
@@ -82,6 +82,16 @@ def step_of(
     )
 
 
+def _forward_bytes(item: Forward, model: ModelProfile, size: int) -> int:
+    return forward_bytes(
+        item.attention.num_tokens,
+        model,
+        recomputed_layers=item.recomputed_layers,
+        by_heads=isinstance(item.attention, HeadProgram),
+        bytes_per_element=size,
+    )
+
+
 def predicted_bytes(program: RankProgram, *, config: Config, model: ModelProfile, cluster: ClusterSpec) -> int:
     """Peak of a device that runs `program`, by the memory model that its plan counted with."""
     own, train, size = device_model(model, cluster.tensor_parallel), config.train, BYTES[config.model.dtype]
@@ -102,11 +112,11 @@ def predicted_bytes(program: RankProgram, *, config: Config, model: ModelProfile
             layer=layer_bytes(own, bytes_per_element=size),
             num_kv_heads=own.num_kv_heads,
         )
-        return fixed + int(held_bytes(program, stage)[0].max(initial=0))
+        return fixed + int(held_bytes(uses_of_program(program), stage)[0].max(initial=0))
     held: dict[int, int] = {}  # by microbatch: one at a time has activations
     for item in program.instructions:
         if isinstance(item, Forward):
-            held[item.microbatch] = held.get(item.microbatch, 0) + forward_bytes(item, own, bytes_per_element=size)
+            held[item.microbatch] = held.get(item.microbatch, 0) + _forward_bytes(item, own, size)
         elif isinstance(item, Encode):
             patches = sum(run.count * run.num_patches for run in item.images)
             kept, working = patch_bytes(own, bytes_per_element=size)

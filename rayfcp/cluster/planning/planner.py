@@ -14,9 +14,9 @@ from rayfcp.cost.fit import measured_hardware
 from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flops, plan_batch
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
-from rayfcp.plan.layout import layouts_of
+from rayfcp.plan.layout import Placement, placements_of
 from rayfcp.plan.strategies.registry import AUTO
-from rayfcp.program import RankProgram, check_progress, lower
+from rayfcp.program import Programs, check_progress, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.simulate.simulate import choose
 from rayfcp.values import (
@@ -27,7 +27,6 @@ from rayfcp.values import (
     Imbalance,
     InfeasiblePlanError,
     LayerKinds,
-    Layout,
     ModelProfile,
     SequenceSpec,
     Span,
@@ -44,7 +43,7 @@ class RunPlanner:
 
     def plan(
         self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, strategy: str | None = None
-    ) -> tuple[BatchPlan, tuple[RankProgram, ...]]:
+    ) -> tuple[BatchPlan, Programs | None]:
         """Plan by the run's strategy on so many stages, or the named one; with the programs if `auto` lowered them,
         which takes the fastest candidate by simulation.
 
@@ -53,7 +52,7 @@ class RunPlanner:
         """
         name, options = strategy or strategy_on(self._config, cluster.num_stages), self._config.plan
         if name != AUTO:
-            return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options), ()
+            return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options), None
         choice = choose(
             plan_candidates(sequences, cluster=cluster, cost=cost, options=options),
             lowered=lambda plan: self.lower(plan, sequences, cluster=cluster),
@@ -67,14 +66,14 @@ class RunPlanner:
         sequences: Sequence[SequenceSpec],
         *,
         cluster: ClusterSpec,
-        layouts: Sequence[Layout] | None = None,
-    ) -> tuple[RankProgram, ...]:
-        """Lower a plan; `layouts` are its own, if known."""
+        placements: Sequence[Placement] | None = None,
+    ) -> Programs:
+        """Lower a plan; `placements` are its own, if known."""
         kinds = kinds_of_stages(self._model, cluster)
         every = self._config.train.reduce_every
-        return lower(plan, sequences, layouts=layouts, reduce_every=every, kinds_of_stage=kinds)
+        return lower(plan, sequences, placements=placements, reduce_every=every, kinds_of_stage=kinds)
 
-    def simulate(self, programs: Sequence[RankProgram], *, cluster: ClusterSpec, cost: CostModel) -> Timeline:
+    def simulate(self, programs: Programs, *, cluster: ClusterSpec, cost: CostModel) -> Timeline:
         """Simulate a step on hardware that explains `cost`."""
         if self._hardware is None or self._hardware[:2] != (cluster, cost):
             self._hardware = cluster, cost, self._explaining(cost, cluster)
@@ -174,11 +173,8 @@ class Planner:
         with suppress(InfeasiblePlanError):
             self.plan(batch, cluster, cost=cost)
 
-    def plan(
-        self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel
-    ) -> tuple[PlanRecord | RankProgram, ...]:
-        """Return the record, then one program per rank of each stage in the order of `lower`, after the progress
-        check.
+    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel) -> tuple[PlanRecord, Programs]:
+        """Return the record and the programs of all stages and ranks, after the progress check.
 
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
@@ -187,13 +183,13 @@ class Planner:
         start_s = time.perf_counter()
         plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost)
         plan_s = time.perf_counter() - start_s
-        layouts = layouts_of(plan, sequences)
-        programs = programs or self._run.lower(plan, sequences, cluster=cluster, layouts=layouts)
+        placements = placements_of(plan, sequences)
+        programs = programs or self._run.lower(plan, sequences, cluster=cluster, placements=placements)
         check_progress(programs)
-        loads = rank_loads(plan, sequences, cost=cost, layouts=layouts)
+        loads = rank_loads(plan, sequences, cost=cost, placements=placements)
         record = PlanRecord(
             step=batch.step,
-            plan_hash=programs[0].plan_hash,
+            plan_hash=programs.plan_hash,
             generation=plan.generation,
             strategy=plan.strategy,
             reason=plan.reason,
@@ -208,8 +204,8 @@ class Planner:
             groups=timed_groups(plan, sequences, cluster=cluster),
             own_s=own_seconds(loads, cost=cost),
         )
-        return (record, *programs)
+        return record, programs
 
-    def simulate_step(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
+    def simulate_step(self, programs: Programs, *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """Simulated spans of a step, from 0."""
         return self._run.simulate(programs, cluster=cluster, cost=cost).spans

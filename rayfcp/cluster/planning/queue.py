@@ -1,7 +1,7 @@
 """Planner actors, which may die at any time, and the queue of plans in flight ahead of the step."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,21 +111,21 @@ class Planners:
 class PlannedStep:
     """A step ready to be dispatched.
 
-    `programs[p x N + r]` references the program of stage p's rank r of N, `pixels` the decoded images of each program,
-    empty if none are decoded ahead; `wait_s`: seconds waited for the plan.
+    `programs` references those of all stages and ranks, `pixels` the decoded images of each rank, empty if none are
+    decoded ahead; `wait_s`: seconds waited for the plan.
     """
 
     batch: GlobalBatch
     batch_ref: Any
     record: PlanRecord
-    programs: tuple[Any, ...]
+    programs: Any
     wait_s: float
     pixels: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
 class _PlanInFlight:
-    """A plan requested from planner `number`. `refs`: its record, then its programs; `pixels`: their images, once
+    """A plan requested from planner `number`. `refs`: its record and its programs; `pixels`: their images, once
     requested."""
 
     batch: GlobalBatch
@@ -146,7 +146,7 @@ class PlanQueue:
         self._planners, self._sampler, self._lookahead, self._decoders = planners, sampler, lookahead, decoders
         self._runtime = planners.runtime
         self._in_flight: deque[_PlanInFlight] = deque()
-        self._next = self._last = self._num_programs = 0
+        self._next = self._last = 0
         self._cluster: ClusterSpec | None = None
         self._cluster_ref: Any = None
         self._cost_ref: Any = None
@@ -155,7 +155,6 @@ class PlanQueue:
         """Plan steps `[first_step, last_step]` for these ranks, in place of plans in flight for others."""
         self._in_flight.clear()
         self._next, self._last = first_step, last_step
-        self._num_programs = cluster.num_stages * cluster.num_ranks
         self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
         self._cost_ref = self._runtime.put(cost)
         self.refill()
@@ -189,18 +188,18 @@ class PlanQueue:
             batch=flight.batch,
             batch_ref=flight.batch_ref,
             record=record,
-            programs=tuple(flight.refs[1:]),
+            programs=flight.refs[1],
             pixels=flight.pixels,
             wait_s=self._runtime.now_s() - start_s,
         )
 
-    def simulate_step(self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
-        """Simulated spans of a step, of whose programs `programs` are references.
+    def simulate_step(self, programs: Any, *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
+        """Simulated spans of a step, of whose programs `programs` is a reference.
 
         Raises:
             CallError: the planner died, failed, or is not done in time.
         """
-        call = self._planners[0].simulate_step.remote(*programs, cluster=cluster, cost=cost)
+        call = self._planners[0].simulate_step.remote(programs, cluster=cluster, cost=cost)
         found: tuple[Span, ...] = self._runtime.get(call, timeout_s=SIMULATE_S)
         return found
 
@@ -222,11 +221,12 @@ class PlanQueue:
         if self._decoders is None:
             return
         for flight in list(self._in_flight)[: self._decoders.ahead]:
-            if not flight.pixels and any(sample.images for sample in flight.batch.samples):
-                flight.pixels = self._decoders.request(flight.refs[1:], flight.batch_ref)
+            if not flight.pixels and self._cluster and any(sample.images for sample in flight.batch.samples):
+                num_ranks = self._cluster.num_ranks
+                flight.pixels = self._decoders.request(flight.refs[1], flight.batch_ref, num_ranks=num_ranks)
 
     def _request(self, flight: _PlanInFlight) -> None:
-        call = self._planners[flight.number].plan.options(num_returns=1 + self._num_programs)
+        call = self._planners[flight.number].plan.options(num_returns=2)
         flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref)
         flight.pixels = ()
 

@@ -22,7 +22,7 @@ from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
 from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder
-from rayfcp.program import RankProgram
+from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, ShardHeader, StateId
 from rayfcp.values.state import ALL_STATES
 
@@ -273,17 +273,18 @@ class DeviceWorker:
 
     def step(
         self,
-        program: RankProgram,
+        programs: Programs,
         batch: GlobalBatch,
         *,
+        place: int,
         plan_hash: str,
         snapshot: StateId | None = None,
         kept: KeptStates = ALL_STATES,
         pixels: Sequence[Any] = (),
     ) -> DeviceReport:
-        """Run a step; copy the state after it as `snapshot`, if that is named, and drop copies of states that are not
-        `kept`. `pixels`: a reference of the images that it encodes, in a sequence, so that a lost one is no failure of
-        the step.
+        """Run a step, program `place` of those of all stages and ranks; copy the state after it as `snapshot`, if that
+        is named, and drop copies of states that are not `kept`. `pixels`: a reference of the images that it encodes, in
+        a sequence, so that a lost one is no failure of the step.
 
         Raises:
             DeviceFullError: the device ran out of memory.
@@ -291,6 +292,7 @@ class DeviceWorker:
         import torch
 
         self._watch.on_call()
+        program = programs[place]
         try:
             return self._engine.run_step(
                 program,

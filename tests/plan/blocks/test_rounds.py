@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.cost.kernels.flow import Flow, finish_s, phases_of
-from rayfcp.cost.layout import layout_s, round_tokens
+from rayfcp.cost.layout import layout_s
 from rayfcp.plan.blocks.planner import block_tokens, plan_blocks, sizes
 from rayfcp.plan.blocks.rounds import own_sides
+from rayfcp.plan.imbalance import round_tokens
+from rayfcp.plan.layout import Placement
 from rayfcp.plan.strategies.flex_block import propose_blocks
-from rayfcp.program.attention import lower_attention
 from rayfcp.values import ClusterSpec, Pacing
 from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, profiled
+from tests.program.lowered import attention_of
 
 
 @examples(150)
@@ -54,14 +56,14 @@ def test_pairs_and_pieces_are_those_of_the_programs(seed: int, num_ranks: int) -
     found = plan_blocks(pool_of(sequences), cluster=cluster, cost=cost, options=BlockOptions(block_tokens=100))
     ids = np.arange(len(sequences))
     layout = found.layout(ids)
-    programs = lower_attention(layout, num_ranks=num_ranks)
+    programs = attention_of(layout, num_ranks=num_ranks)
     for rank, program in enumerate(programs):
         held = any(block.rank == rank for block in layout.blocks)
         pairs = program.num_pairs if held else 0
         seconds = found.traffic.attention_s[rank]
         assert seconds >= cost.attention_s_per_pair * pairs * (1 - 1e-9)
     port = np.maximum(*(_moved(found, side) for side in ("source", "target")))
-    assert round_tokens(layout, num_ranks=num_ranks).tolist() == port.tolist()
+    assert round_tokens(Placement.of(layout), num_ranks=num_ranks).tolist() == port.tolist()
 
 
 def _moved(found: object, side: str) -> np.ndarray:

@@ -1,0 +1,191 @@
+"""The programs of all stages and ranks as one value in columns, of which each rank's program is a view."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from rayfcp.plan.layout import Placement
+from rayfcp.program.instructions import (
+    AttentionProgram,
+    Encode,
+    Forward,
+    Free,
+    HeadProgram,
+    Instruction,
+    LayerAttention,
+    Load,
+    Piece,
+    RankProgram,
+    Receive,
+    Send,
+)
+from rayfcp.program.table import AttentionTable
+from rayfcp.values import LayerKind
+from rayfcp.values.arrays import Bools, Ints
+
+Attention = Mapping[LayerKind, tuple[AttentionTable, ...]]
+"""The attention of layers of each kind, by microbatch."""
+
+
+class Pieces(NamedTuple):
+    """Tokens that the ranks load in a microbatch, columns: rank r those from `first[r]` on, in this order."""
+
+    first: Ints
+    sequence: Ints
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def of(cls, placement: Placement, *, num_ranks: int) -> "Pieces":
+        """The pieces in each rank's slot 0."""
+        own = placement.own
+        order = np.argsort(own.rank, kind="stable")
+        first = np.append(0, np.cumsum(np.bincount(own.rank, minlength=num_ranks)))
+        return cls(first, *(column[order] for column in own[:3]))
+
+    def tokens_of_ranks(self) -> Ints:
+        """Tokens of each rank, without padding."""
+        bound = np.append(0, np.cumsum(self.stop - self.start))
+        return np.diff(bound[self.first])
+
+    def of_rank(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces of a rank."""
+        low, high = self.first[rank : rank + 2].tolist()
+        rows = zip(*(column[low:high].tolist() for column in self[1:]), strict=True)
+        return tuple(Piece(sequence=sequence, start=start, stop=stop) for sequence, start, stop in rows)
+
+
+class Programs(Sequence[RankProgram]):
+    """Programs of all stages and ranks, that of rank r on stage p at index p x num_ranks + r.
+
+    `outlines[p]`: the instructions that all ranks of stage p run, those of a rank that has a token of padding and no
+    messages; with a `Free` for each microbatch of which any rank keeps keys and values. `pieces` and `encodes` by
+    microbatch; `encodes[m][r]` is rank r's, empty where microbatch m encodes nothing.
+
+    A value travels as one buffer of 32-bit numbers, which is not copied where it is read.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan_hash: str,
+        outlines: Sequence[RankProgram],
+        attention: Attention,
+        pieces: Sequence[Pieces],
+        encodes: Sequence[Sequence[Encode]],
+    ) -> None:
+        self.plan_hash, self.outlines, self.attention = plan_hash, tuple(outlines), dict(attention)
+        self.pieces, self.encodes = tuple(pieces), tuple(encodes)
+        self.num_ranks, self.num_stages = len(pieces[0].first) - 1, len(outlines)
+        self._views: dict[tuple[int, int], AttentionProgram | HeadProgram] = {}
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def tables(self) -> tuple[AttentionTable, ...]:
+        """The tables of all kinds and microbatches, each once."""
+        return tuple({id(table): table for of_kind in self.attention.values() for table in of_kind}.values())
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of layers of all stages, ascending."""
+        return tuple(sorted(self.attention))
+
+    @property
+    def tokens(self) -> Ints:
+        """`[microbatch, rank]`: tokens, 1 of padding where there is none."""
+        return np.stack([table.tokens for table in next(iter(self.attention.values()))]).astype(np.int64)
+
+    def with_hash(self, plan_hash: str) -> "Programs":
+        """The same programs, of a plan with this hash."""
+        return Programs(
+            plan_hash=plan_hash,
+            outlines=[replace(outline, plan_hash=plan_hash) for outline in self.outlines],
+            attention=self.attention,
+            pieces=self.pieces,
+            encodes=self.encodes,
+        )
+
+    def __len__(self) -> int:
+        return self.num_ranks * self.num_stages
+
+    @overload
+    def __getitem__(self, index: int) -> RankProgram: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RankProgram, ...]: ...
+    def __getitem__(self, index: int | slice) -> RankProgram | tuple[RankProgram, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        stage, rank = divmod(range(len(self))[index], self.num_ranks)
+        outline = self.outlines[stage]
+        instructions = (self._of_rank(item, rank, kinds=kinds_of(outline)) for item in outline.instructions)
+        found = tuple(item for item in instructions if item is not None)
+        return replace(outline, rank=rank, num_ranks=self.num_ranks, instructions=found)
+
+    def __iter__(self) -> Iterator[RankProgram]:
+        return (self[at] for at in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(RankProgram.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _of_rank(self, item: Instruction, rank: int, *, kinds: Sequence[LayerKind]) -> Instruction | None:
+        at = item.microbatch
+        if isinstance(item, Load):
+            return replace(item, pieces=self.pieces[at].of_rank(rank))
+        if isinstance(item, Encode):
+            return self.encodes[at][rank]
+        if isinstance(item, Forward):
+            views = [LayerAttention(kind=kind, attention=self._view(self.attention[kind][at], rank)) for kind in kinds]
+            return replace(item, attention=views[0].attention, others=tuple(views[1:]))
+        if isinstance(item, Send | Receive):
+            return replace(item, num_tokens=int(self.attention[kinds[0]][at].tokens[rank]))
+        if isinstance(item, Free) and not any(self.attention[kind][at].keeps(rank) for kind in kinds):
+            return None
+        return item
+
+    def _view(self, table: AttentionTable, rank: int) -> AttentionProgram | HeadProgram:
+        """A rank's attention, the same object on all stages."""
+        key = id(table), rank
+        if key not in self._views:
+            self._views[key] = table.program(rank)
+        return self._views[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tables = self.tables
+        number = {id(table): at for at, table in enumerate(tables)}
+        columns: list[Ints | Bools] = [column for pieces in self.pieces for column in pieces]
+        columns += [column for table in tables for column in table.arrays()]
+        sizes = tuple(column.size for column in columns)
+        buffer = np.concatenate([column.ravel() for column in columns], dtype=np.int32, casting="unsafe")
+        attention = {kind: tuple(number[id(table)] for table in own) for kind, own in self.attention.items()}
+        kinds = tuple(table.kind for table in tables)
+        return _restored, (self.plan_hash, self.outlines, attention, kinds, self.encodes, sizes, buffer)
+
+
+def kinds_of(program: RankProgram) -> tuple[LayerKind, ...]:
+    """The kinds of the stage's layers, ascending."""
+    return tuple(each.kind for each in next(item for item in program.instructions if isinstance(item, Forward)).kinds)
+
+
+def _restored(
+    plan_hash: str,
+    outlines: tuple[RankProgram, ...],
+    numbers: Mapping[LayerKind, tuple[int, ...]],
+    kinds: tuple[LayerKind, ...],
+    encodes: tuple[tuple[Encode, ...], ...],
+    sizes: tuple[int, ...],
+    buffer: Ints,
+) -> Programs:
+    """The programs whose columns are parts of `buffer`, of these sizes."""
+    columns = iter(np.split(buffer, np.cumsum(sizes)[:-1]))
+    pieces = [Pieces(*itertools.islice(columns, len(Pieces._fields))) for _ in encodes]
+    tables = [AttentionTable.of(kind, columns) for kind in kinds]
+    attention = {kind: tuple(tables[at] for at in own) for kind, own in numbers.items()}
+    return Programs(plan_hash=plan_hash, outlines=outlines, attention=attention, pieces=pieces, encodes=encodes)
