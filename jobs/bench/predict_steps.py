@@ -27,7 +27,7 @@ from rayfcp.cost.fit import (
 from rayfcp.execute.calibrate import time_parts, time_passes
 from rayfcp.execute.engine import RankEngine
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import Programs, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile
 
@@ -44,11 +44,11 @@ class Planned:
 
     batch: Batch
     plan: BatchPlan
-    programs: tuple[RankProgram, ...]
-    bare: tuple[RankProgram, ...] | None
+    programs: Programs
+    bare: Programs | None
 
     @property
-    def all_programs(self) -> list[tuple[RankProgram, ...]]:
+    def all_programs(self) -> list[Programs]:
         return [self.programs, *([self.bare] if self.bare else [])]
 
 
@@ -151,7 +151,7 @@ class Bench:
         ranks = self._all(taken)
         return {key: _slower([rank[key] for rank in ranks]) for key in plans}, between
 
-    def _rehearsed(self, programs: Sequence[RankProgram], batch: Batch) -> float:
+    def _rehearsed(self, programs: Programs, batch: Batch) -> float:
         start_s = self._clock()
         self._engine.rehearse(programs[self._engine.position.rank], batch.tokens, images=batch.images)
         return self._clock() - start_s

@@ -553,16 +553,16 @@ class Rank:
     def _lowered(self, specs: list[Any], traced: Callable[[str], AbstractContextManager[None]]) -> Any:
         """Programs of all ranks, checked."""
         import rayfcp
-        from rayfcp.plan.layout import layouts_of
+        from rayfcp.plan.layout import placements_of
 
         plan_batch, lower, check_progress = rayfcp.plan_batch, rayfcp.lower, self._names.check_progress
         cluster = self._names.ClusterSpec(num_ranks=NUM_RANKS, max_tokens_per_rank=ROOM)
         options, reduce_every = self._config.plan, self._config.train.reduce_every
         with traced("plan"):
             plan = plan_batch(specs, cluster=cluster, cost=self._cost, strategy=options.strategy, options=options)
-            layouts = layouts_of(plan, specs)  # as the planner does, which needs them for its report as well
+            placements = placements_of(plan, specs)  # as the planner does, which needs them for its report as well
         with traced("lower"):
-            programs = lower(plan, specs, layouts=layouts, reduce_every=reduce_every)
+            programs = lower(plan, specs, placements=placements, reduce_every=reduce_every)
         with traced("check"):
             check_progress(programs)
         return programs

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import Programs, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 from rayfcp.verify import check_programs
@@ -59,7 +59,7 @@ def _planned(
     return plan, time.process_time() - start_s
 
 
-def _checked(plan: BatchPlan, sequences: list[SequenceSpec]) -> tuple[RankProgram, ...]:
+def _checked(plan: BatchPlan, sequences: list[SequenceSpec]) -> Programs:
     programs = lower(plan, sequences, reduce_every="step")
     check_programs(programs, sequences)
     return programs

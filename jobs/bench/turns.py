@@ -6,7 +6,7 @@ from crossover import has_it
 from own_trainer import TimedWorker
 
 from rayfcp.execute.reports import DeviceReport
-from rayfcp.program import RankProgram
+from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch, StateId
 
 
@@ -16,10 +16,10 @@ class TakesTurns(TimedWorker):
     first: int
 
     def step(
-        self, program: RankProgram, batch: GlobalBatch, *, snapshot: StateId | None = None, **options: Any
+        self, programs: Programs, batch: GlobalBatch, *, snapshot: StateId | None = None, **options: Any
     ) -> DeviceReport:
         is_taken = has_it(batch.step, first=self.first)
-        return super().step(program, batch, snapshot=snapshot if is_taken else None, **options)
+        return super().step(programs, batch, snapshot=snapshot if is_taken else None, **options)
 
 
 class EvenTurns(TakesTurns):

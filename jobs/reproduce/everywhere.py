@@ -22,7 +22,7 @@ from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.plan.vision.encoding import with_images
-from rayfcp.program import Encode, EncodedImages, RankProgram, ReshuffleProgram, lower
+from rayfcp.program import Encode, Programs, ReshuffleProgram, lower
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
@@ -84,32 +84,19 @@ def _encoder_s(batch: Batch, *, setting: Setting) -> float:
     return float(work_s) / setting.cluster.num_ranks
 
 
-def encoded_everywhere(programs: Sequence[RankProgram], plan: BatchPlan) -> tuple[RankProgram, ...]:
+def encoded_everywhere(programs: Programs, plan: BatchPlan) -> Programs:
     """The programs with the pictures of a group on each of its ranks; features stay where they are."""
     of_rank = [{rank: group for group in microbatch.groups for rank in group.ranks} for microbatch in plan.microbatches]
-    encoded = {
-        (program.rank, item.microbatch): item.images
-        for program in programs
-        for item in program.instructions
-        if isinstance(item, Encode)
-    }
-    return tuple(
-        replace(
-            program,
-            instructions=tuple(
-                _of_group(item, of_rank[item.microbatch].get(program.rank), encoded)
-                if isinstance(item, Encode)
-                else item
-                for item in program.instructions
-            ),
-        )
-        for program in programs
-    )
+    encodes = [
+        [_of_group(item, groups.get(rank), items) for rank, item in enumerate(items)]
+        for groups, items in zip(of_rank, programs.encodes, strict=True)
+    ]
+    return programs.replaced(encodes=encodes)
 
 
-def _of_group(item: Encode, group: Group | None, encoded: dict[tuple[int, int], tuple[EncodedImages, ...]]) -> Encode:
+def _of_group(item: Encode, group: Group | None, encoded: Sequence[Encode]) -> Encode:
     ranks = group.ranks if group else ()
-    pictures = tuple(each for rank in ranks for each in encoded[rank, item.microbatch])
+    pictures = tuple(each for rank in ranks for each in encoded[rank].images)
     stays = ReshuffleProgram(
         rank=item.features.rank, num_ranks=item.features.num_ranks, num_tokens=0, num_placed=0, kept=(), rounds=()
     )

@@ -101,14 +101,17 @@ class Programs(Sequence[RankProgram]):
         """`[microbatch, rank]`: tokens, 1 of padding where there is none."""
         return np.stack([table.tokens for table in next(iter(self.attention.values()))]).astype(np.int64)
 
-    def with_hash(self, plan_hash: str) -> "Programs":
-        """The same programs, of a plan with this hash."""
+    def replaced(
+        self, *, plan_hash: str | None = None, encodes: Sequence[Sequence[Encode]] | None = None
+    ) -> "Programs":
+        """The same programs of a plan with another hash, or with other encodings."""
+        plan_hash = self.plan_hash if plan_hash is None else plan_hash
         return Programs(
             plan_hash=plan_hash,
             outlines=[replace(outline, plan_hash=plan_hash) for outline in self.outlines],
             attention=self.attention,
             pieces=self.pieces,
-            encodes=self.encodes,
+            encodes=self.encodes if encodes is None else encodes,
         )
 
     def __len__(self) -> int:

@@ -190,9 +190,10 @@ class StageModel:
         head = self.model.vocab_size * self.model.hidden_size if self.last else 0
         return 2.0 * (self.num_layers * self.model.layer_matmul_parameters + head)
 
-    def attention_flops(self, pairs: Floats) -> float:
-        """Forward, where a layer of kind k computes `pairs[k]`."""
-        return 4.0 * self.model.num_heads * self.model.head_dim * float(pairs[list(self.kinds)].sum())
+    def attention_flops(self, pairs: Floats) -> Floats:
+        """Forward, of each device, where a layer of kind k computes `pairs[k, device]`."""
+        flops: Floats = 4.0 * self.model.num_heads * self.model.head_dim * pairs[list(self.kinds)].sum(axis=0)
+        return flops
 
 
 def machine_of(

@@ -61,7 +61,7 @@ def choose(
 
 def _of(plan: BatchPlan, programs: Programs) -> Programs:
     """Programs with the hash of the plan, which covers its reason."""
-    return programs.with_hash(plan.plan_hash)
+    return programs.replaced(plan_hash=plan.plan_hash)
 
 
 def simulate(

@@ -158,10 +158,11 @@ def spans_of(
 ) -> tuple[Span, ...]:
     """Load, encode, forward, backward, reduce and wait of each device and microbatch, without gaps; with `detail` also
     attention, transfers and waits of the rounds of one layer of each pass (the last but one that was replayed)."""
+    flops, end_s = _forward_flops(programs, machine=machine, pairs=traffic.pairs), float(outcome.end_s.max())
     found = [
         span
         for device in range(machine.num_devices)
-        for span in _coarse(programs, device, machine=machine, outcome=outcome, pairs=traffic.pairs)
+        for span in _coarse(programs, device, machine=machine, outcome=outcome, forward_flops=flops, end_s=end_s)
     ]
     if detail:
         for number in sorted(outcome.later_s):
@@ -170,12 +171,10 @@ def spans_of(
 
 
 def _coarse(
-    programs: Programs, device: int, *, machine: Machine, outcome: ReplayOutcome, pairs: Floats
+    programs: Programs, device: int, *, machine: Machine, outcome: ReplayOutcome, forward_flops: Floats, end_s: float
 ) -> Iterator[Span]:
     stage, rank = divmod(device, machine.num_ranks)
-    part, tokens = machine.part(stage), programs.tokens[:, rank]
     times = outcome.times(device).tolist()
-    flops: dict[int, float] = {}
 
     def span(kind: SpanKind, label: str, *, start: float, stop: float, amount: float = 0.0) -> Iterator[Span]:
         if stop > start:
@@ -184,31 +183,38 @@ def _coarse(
     for item, instant in zip(timed(programs.outlines[stage]), outcome.plot(device).instants, strict=True):
         marks = (instant.start, instant.ready, instant.computed, instant.stop)
         start, ready, computed, stop = (times[mark] for mark in marks)
-        number = item.microbatch
+        number, flops = item.microbatch, float(forward_flops[item.microbatch, device])
         if isinstance(item, Load):
             yield from span(SpanKind.LOAD, f"load {number}", start=start, stop=stop)
         elif isinstance(item, Encode):
             yield from span(SpanKind.WAIT, f"encoder's parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.ENCODE, f"encode {number}", start=ready, stop=stop)
         elif isinstance(item, Forward):
-            first, last = (machine.number(number, backward=each) for each in (False, True))
-            flops[number] = part.linear_flops_per_token * int(tokens[number])
-            flops[number] += part.attention_flops(pairs[first:last, rank])
             yield from span(SpanKind.WAIT, f"parameters {number}", start=start, stop=ready)
-            yield from span(SpanKind.FORWARD, f"forward {number}", start=ready, stop=stop, amount=flops[number])
+            yield from span(SpanKind.FORWARD, f"forward {number}", start=ready, stop=stop, amount=flops)
         elif isinstance(item, Receive):
             yield from span(SpanKind.WAIT, f"{item.flow.value} {number}", start=start, stop=stop)
         elif isinstance(item, Backward):
-            yield from span(
-                SpanKind.BACKWARD, f"backward {number}", start=start, stop=computed, amount=2 * flops[number]
-            )
+            yield from span(SpanKind.BACKWARD, f"backward {number}", start=start, stop=computed, amount=2 * flops)
             if instant.encoder:
                 begin, end = (times[mark] for mark in instant.encoder)
                 yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=begin)
                 yield from span(SpanKind.ENCODE, f"encode backward {number}", start=begin, stop=end)
                 computed = end
             yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=stop)
-    yield from span(SpanKind.WAIT, "end", start=times[-1], stop=float(outcome.end_s.max()))
+    yield from span(SpanKind.WAIT, "end", start=times[-1], stop=end_s)
+
+
+def _forward_flops(programs: Programs, *, machine: Machine, pairs: Floats) -> Floats:
+    """`[microbatch, device]`."""
+    flops = np.zeros((programs.num_microbatches, machine.num_devices))
+    for stage in range(machine.num_stages):
+        part, own = machine.part(stage), slice(stage * machine.num_ranks, (stage + 1) * machine.num_ranks)
+        flops[:, own] = part.linear_flops_per_token * programs.tokens
+        for number in range(programs.num_microbatches):
+            first, last = (machine.number(number, backward=each) for each in (False, True))
+            flops[number, own] += part.attention_flops(pairs[first:last, : machine.num_ranks])
+    return flops
 
 
 def _rounds(number: int, *, traffic: AttentionTraffic, outcome: ReplayOutcome, machine: Machine) -> Iterator[Span]:

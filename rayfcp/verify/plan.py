@@ -15,6 +15,7 @@ from rayfcp.program.attention import padding_number
 from rayfcp.program.instructions import Column, Load, Piece, RankProgram
 from rayfcp.program.lower import lower
 from rayfcp.program.order import attention_by_kind
+from rayfcp.program.programs import Programs
 from rayfcp.program.progress import check_progress
 from rayfcp.values import (
     BatchPlan,
@@ -221,9 +222,7 @@ def check_plan(
         check_members(layout, microbatch, number=number)
         _check_matchings(layout, number)
         _check_memory(layout, number, cluster=cluster)
-    lowered = lower(plan, sequences)
-    check_progress(lowered)
-    programs = tuple(lowered)
+    programs = lower(plan, sequences)
     check_programs(programs, sequences)
     check_buffers(programs, [layout.pacing for layout in layouts])
     if plan.pipelines and cost is not None and cost.pipeline is not None:
@@ -238,6 +237,9 @@ def check_programs(programs: Sequence[RankProgram], sequences: Sequence[Sequence
             or a rank would wait forever.
     """
     check_progress(programs)
+    if isinstance(programs, Programs):  # what each rank runs of them, too
+        programs = tuple(programs)
+        check_progress(programs)
     _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike
     check_features(programs, sequences)
     _check_attention(programs, sequences)

@@ -14,7 +14,7 @@ from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import DeviceReport, Joined, SavedPart
-from rayfcp.program import RankProgram
+from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch, StateId
 from tests.chaos.commands import Command, Commands
 
@@ -46,10 +46,10 @@ class ChaosWorker(DeviceWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().join(number, meeting, **options)
 
-    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> DeviceReport:
+    def step(self, programs: Programs, batch: GlobalBatch, **options: Any) -> DeviceReport:
         number, num_devices = self._engine.position.device, self._engine.position.num_devices
         self._moments.add(BEGAN, batch.step, number=number, num_devices=num_devices)
-        report = super().step(program, batch, **options)
+        report = super().step(programs, batch, **options)
         self._moments.add(ENDED, batch.step, number=number, num_devices=num_devices)
         return report
 

@@ -20,7 +20,7 @@ from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange
 from rayfcp.data.vision.processors import load_processor
 from rayfcp.plan import plan_batch
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import Programs, lower
 from rayfcp.program.instructions import wanted_images
 from rayfcp.values import ClusterSpec, GlobalBatch
 from tests.cluster.recovering import Trouble, kill, pids
@@ -74,7 +74,7 @@ def test_the_example_trains(images: Path) -> None:
     assert ".arrow row " in named
 
 
-def programs_of(config: Config, *, data_dir: str) -> tuple[GlobalBatch, list[RankProgram]]:
+def programs_of(config: Config, *, data_dir: str) -> tuple[GlobalBatch, Programs]:
     """The first step on two ranks."""
     data = open_dataset(config, data_dir=data_dir)
     batch = data.sampler.batch(1)
@@ -102,12 +102,12 @@ def test_killed_decoders_give_the_images_that_workers_would_decode(images: Path)
     assert any(want)
     decoders = Decoders(config, runtime=RayRuntime(), data_dir=data_dir)
     try:
-        asked = [ray.put(program) for program in programs], ray.put(batch)
-        until(lambda: decoders.request(*asked))
+        asked = ray.put(programs), ray.put(batch)
+        until(lambda: decoders.request(*asked, num_ranks=2))
         for loses in (False, True):
             if loses:
                 kill(*pids("Decoder"))
-            for ref, pixels in zip(decoders.request(*asked), want, strict=True):
+            for ref, pixels in zip(decoders.request(*asked, num_ranks=2), want, strict=True):
                 assert_same_images(fetched([ref], patience_s=PATIENCE_S), pixels)
     finally:
         decoders.end()

@@ -131,7 +131,7 @@ def raised(num_stages: int, *, at: type | None) -> ConfigError:
     batch = GlobalBatch(step=7, epoch=0, samples=())
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
         patch.setattr("rayfcp.cluster.workers.worker.fetched", lambda *_, **__: None)  # Ray would start
-        worker.step(programs[0], batch, plan_hash=programs[0].plan_hash)
+        worker.step(programs, batch, place=0, plan_hash=programs[0].plan_hash)
     told = "out of memory in timed passes of up to 300 tokens a rank; plans may use 18 GiB"
     with pytest.raises(ConfigError, match=told):
         worker.time_passes([PassShape(degree=1, lengths=(100, 200)), PassShape(degree=2, lengths=(400,))])

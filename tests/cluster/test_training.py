@@ -17,7 +17,7 @@ from rayfcp.cluster.checkpoints.folder import CheckpointFolder
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import DeviceReport
-from rayfcp.program import Forward, RankProgram
+from rayfcp.program import Forward, Programs
 from rayfcp.telemetry.events import read_events
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import GlobalBatch, StepReport
@@ -194,11 +194,12 @@ def test_a_worker_that_raises_ends_the_run_with_its_cause(
 class FullWorker(DeviceWorker):
     """The device of rank 1 is full in step 2, unless all layers are recomputed."""
 
-    def step(self, program: RankProgram, batch: GlobalBatch, **keys: Any) -> DeviceReport:
+    def step(self, programs: Programs, batch: GlobalBatch, *, place: int, **keys: Any) -> DeviceReport:
+        program = programs[place]
         recomputed = min(each.recomputed_layers for each in program.instructions if isinstance(each, Forward))
         is_full = (batch.step, program.rank) == (2, 1) and recomputed < self.ENOUGH
         with patch.object(self._engine, "run_step", self._fail) if is_full else nullcontext():
-            return super().step(program, batch, **keys)
+            return super().step(programs, batch, place=place, **keys)
 
     ENOUGH = 2
 

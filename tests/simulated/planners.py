@@ -43,7 +43,7 @@ class SimulatedPlanner:
         self._actor.world.at(delay_s, lambda: result.settle(planned(batch, cluster)), self._actor.process)
         return result
 
-    def simulate_step(self, *programs: Any, cluster: ClusterSpec, cost: Any) -> tuple[()]:
+    def simulate_step(self, programs: Any, *, cluster: ClusterSpec, cost: Any) -> tuple[()]:
         return ()
 
 
@@ -72,7 +72,7 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         groups=(),
         own_s=tuple(STEP_S * each for each in work),
     )
-    programs = (
+    programs = tuple(
         Program(
             step=batch.step,
             generation=cluster.generation,
@@ -83,4 +83,4 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         )
         for place in range(places)
     )
-    return (record, *programs)
+    return record, programs

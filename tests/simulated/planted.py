@@ -115,7 +115,7 @@ def _old_plans() -> AbstractContextManager[Any]:
     def start(self: PlanQueue, first_step: int, last_step: int, *, cluster: Any, cost: Any) -> None:
         if not self._in_flight:
             self._next = first_step
-        self._last, self._num_programs = last_step, cluster.num_stages * cluster.num_ranks
+        self._last = last_step
         self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
         self._cost_ref = self._runtime.put(cost)
         self.refill()

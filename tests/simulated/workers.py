@@ -292,14 +292,16 @@ class SimulatedWorker:
 
     def step(
         self,
-        program: Program,
+        programs: Sequence[Program],
         batch: GlobalBatch,
         *,
+        place: int,
         plan_hash: str,
         snapshot: StateId | None = None,
         kept: KeptStates = ALL_STATES,
         pixels: Sequence[Any] = (),
     ) -> Deferred:
+        program = programs[place]
         generation = self._checked(program, plan_hash)
         assert self.shard is not None
         self._copies.drop(kept)
