@@ -33,6 +33,15 @@ def firsts(joined: Bools) -> Ints:
     return np.maximum.accumulate(np.where(opens, np.arange(len(opens)), 0))
 
 
+def check_parts(name: str, first: Ints, *, count: int, size: int) -> None:
+    """
+    Raises:
+        ValueError: `first` does not cut `size` rows into `count` parts.
+    """
+    if len(first) != count + 1 or first[0] != 0 or first[-1] != size or (np.diff(first) < 0).any():
+        raise ValueError(f"{name} are cut at {first.tolist()[:16]}, must be {count} parts of {size} rows; lower again")
+
+
 class BlockSets:
     """Sets of blocks that lie in slots, each laid end to end: columns, set after set, each in the order of its slot.
     Set s has the rows `first[s]` to `first[s + 1]`; a block's tokens `[start, stop)` lie at `[begin, end)` of the slot.
@@ -42,6 +51,7 @@ class BlockSets:
         self.first, self.sequence, self.start, self.stop = (
             each.astype(np.int64, copy=False) for each in (first, sequence, start, stop)
         )
+        check_parts("sets of blocks", self.first, count=len(first) - 1, size=len(start))
         self.set = np.repeat(np.arange(len(first) - 1), np.diff(self.first))
         bound = np.append(0, np.cumsum(self.stop - self.start))
         base = bound[self.first]

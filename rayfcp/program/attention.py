@@ -25,7 +25,7 @@ receive from several ranks.
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,8 +36,10 @@ from rayfcp.program.table import AttentionTable, ContextRows, KeptRows, Messages
 from rayfcp.values import FULL, LayerKind, Pacing
 from rayfcp.values.arrays import Ints, expanded
 
+Number = TypeVar("Number", int, Ints)
 
-def padding_number(rank: int) -> int:
+
+def padding_number(rank: Number) -> Number:
     """The sequence number of the padding token of a rank without tokens; no batch has it."""
     return -1 - rank
 
@@ -107,7 +109,7 @@ class _Held:
     def __init__(self, placement: Placement, units: Units) -> None:
         own = placement.own
         padded: Ints = np.setdiff1d(np.arange(units.num_ranks), own.rank)
-        padding = Blocks(-1 - padded, np.zeros_like(padded), np.ones_like(padded), padded)  # `padding_number`
+        padding = Blocks(padding_number(padded), np.zeros_like(padded), np.ones_like(padded), padded)
         self.blocks = Blocks.joined([placement.blocks, padding])
         self.num_placed, self.num_homes = len(placement.blocks.rank), 1 + len(placement.contexts)
         counts = [count for _, count in placement.contexts]

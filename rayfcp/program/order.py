@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rayfcp.program.attends import check_parts
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
@@ -30,7 +31,7 @@ from rayfcp.program.instructions import (
     union,
 )
 from rayfcp.program.programs import Programs, kinds_of
-from rayfcp.program.table import AttentionTable
+from rayfcp.program.table import AttentionTable, Units
 from rayfcp.values import LayerKind
 from rayfcp.values.arrays import Ints
 
@@ -101,6 +102,10 @@ def check_outlines(programs: Programs) -> None:
         ValueError: as `check_order`.
     """
     first, num_microbatches = programs.outlines[0], programs.num_microbatches
+    for table in programs.tables:
+        table.check()
+    for pieces in programs.pieces:
+        check_parts("pieces", pieces.first, count=programs.num_ranks, size=len(pieces.sequence))
     encoded = {at for at, items in enumerate(programs.encodes) if items}
     _check_encoded(encoded, first.num_stages, num_microbatches)
     for stage, outline in enumerate(programs.outlines):
@@ -131,6 +136,7 @@ def _check_reused(tables: Sequence[AttentionTable], turn: Mapping[int, int], *, 
         for earlier in np.unique(context.microbatch).tolist():
             rows = context.microbatch == earlier
             unit = tables[earlier].place_of_rank[0][ranks[rows]]
+            _check_shares(table.units, tables[earlier].units, mine=context.unit[rows], theirs=unit, microbatch=earlier)
             read[earlier].append(np.stack((unit, context.start[rows], context.stop[rows])))
     for number, table in enumerate(tables):
         due = _united(np.concatenate(read[number], axis=1)) if number in read else np.empty((3, 0), np.int64)
@@ -138,6 +144,19 @@ def _check_reused(tables: Sequence[AttentionTable], turn: Mapping[int, int], *, 
             raise ValueError(
                 f"{place}, microbatch {number}: what is kept must be what later microbatches read of it; lower the "
                 "plan again"
+            )
+
+
+def _check_shares(now: Units, then: Units, *, mine: Ints, theirs: Ints, microbatch: int) -> None:
+    """Context comes from the ranks that share out heads here too."""
+    for unit, other in set(zip(mine.tolist(), theirs.tolist(), strict=True)):
+        here, there = (
+            each.ranks[each.first[at] : each.first[at + 1]].tolist() for each, at in ((now, unit), (then, other))
+        )
+        if here != there:
+            raise ValueError(
+                f"rank {here[0]}: context of microbatch {microbatch} was shared out by heads over ranks {there}, must "
+                f"be over {here} as here; keep a sequence's slices in groups of the same ranks and primitive"
             )
 
 

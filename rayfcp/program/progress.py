@@ -75,8 +75,6 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
 
 def _check_columns(programs: Programs) -> None:
     check_outlines(programs)
-    for table in programs.tables:
-        table.check()
     for items in programs.encodes:
         if items:
             _check_exchange(items)

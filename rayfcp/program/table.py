@@ -7,14 +7,14 @@ rest.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayfcp.program.attends import BlockSets, SlotAttends, attends_of, queries_of
+from rayfcp.program.attends import BlockSets, SlotAttends, attends_of, check_parts, queries_of
 from rayfcp.program.instructions import (
     Attends,
     AttentionProgram,
@@ -204,20 +204,26 @@ class AttentionTable:
             ValueError: names what is wrong and the first row at which it is.
         """
         _check_units(self.units, self.tokens)
-        units, slots = self.units, self.slots
-        if (
-            len(slots.first) != units.num_units + 1
-            or len(slots.set) != len(slots.arrived)
-            or slots.first[-1] != len(slots.set)
-        ):
-            raise ValueError(
-                f"slots are of {len(slots.first) - 1} units, must be of {units.num_units}; lower the plan again"
-            )
-        _refuse("a slot of a set that is not there", (slots.set < 0) | (slots.set >= len(self.sets)))
+        num_units, num_slots = self.units.num_units, len(self.slots.set)
+        check_parts("slots", self.slots.first, count=num_units, size=num_slots)
+        for name, columns in (("slots", self.slots[1:]), ("keys", self.keys), ("gradients", self.gradients)):
+            _check_lengths(name, columns)
+        _refuse("empty blocks", self.sets.stop <= self.sets.start)
+        _refuse("a slot of a set that is not there", (self.slots.set < 0) | (self.slots.set >= len(self.sets)))
+        _refuse("a slot that arrives before the first round", self.slots.arrived < -1)
+        _refuse("a unit without a slot 0", np.diff(self.slots.first) < 1)
+        first = self.slots.first[:-1]
+        _refuse("a slot 0 that comes", self.slots.arrived[first] >= 0)
+        tokens = np.add.reduceat(self.tokens[self.units.ranks], self.units.first[:-1])
+        _refuse("a slot 0 of other tokens than its ranks'", tokens != self.sets.num_tokens[self.slots.set[first]])
         for name, rows in (("keys", self.keys), ("gradients", self.gradients)):
-            _check_ends(name, rows, slots, num_units=units.num_units)
+            _check_ends(name, rows, self.slots, num_units=num_units)
         _check_keys(self)
         _check_gradients(self)
+        _check_context(self)
+        phases, per_unit = self.phases, (len(self.phases.first) - 1) / num_units
+        if len(phases.first):
+            check_parts("phases", phases.first, count=num_units * int(per_unit), size=len(phases.columns))
 
 
 def _refuse(what: str, wrong: Bools) -> None:
@@ -230,17 +236,38 @@ def _refuse(what: str, wrong: Bools) -> None:
 
 
 def _check_units(units: Units, tokens: Ints) -> None:
+    check_parts("units", units.first, count=units.num_units, size=units.num_ranks)
     known = np.array_equal(np.sort(units.ranks), np.arange(units.num_ranks)) and len(tokens) == units.num_ranks
-    sound = units.first[0] == 0 and units.first[-1] == units.num_ranks and (np.diff(units.first) > 0).all()
-    if not (known and sound and len(units.by_heads) == units.num_units):
+    if not (known and (units.degree > 0).all() and len(units.by_heads) == units.num_units):
         raise ValueError(f"units have the ranks {units.ranks.tolist()[:16]}, must have each once; lower the plan again")
     _refuse("a rank without a token", tokens < 1)
-    _refuse("a unit of several ranks that share out no heads", (units.degree > 1) & ~units.by_heads)
+    _refuse("a unit whose ranks are several and share out no heads, or one", (units.degree > 1) != units.by_heads)
+
+
+def _check_lengths(name: str, columns: Sequence[Ints]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(f"columns of {name} differ in length; lower the plan again")
+
+
+def _check_context(table: AttentionTable) -> None:
+    """Rows of context and of what is kept are in slots of their units; slots that are full from the start, but for
+    slot 0, are context."""
+    context, kept, slots = table.context, table.kept, table.slots
+    for name, columns in (("context", context), ("kept rows", kept)):
+        _check_lengths(name, columns)
+        _refuse(f"{name} at a unit that is not there", (columns[0] < 0) | (columns[0] >= table.units.num_units))
+        _refuse(f"{name} that are empty", (columns[-2] < 0) | (columns[-1] <= columns[-2]))
+    _refuse(
+        "context in a slot that is not there", (context.slot < 1) | (context.slot >= np.diff(slots.first)[context.unit])
+    )
+    filled = np.bincount(table.row(context.unit, context.slot), minlength=len(slots.set))
+    filled[slots.first[:-1]] = 1
+    empty = np.diff(table.sets.first)[slots.set] == 0
+    _refuse("a slot that is full from the start and no context", (slots.arrived < 0) & ~empty & (filled != 1))
+    _refuse("context in a slot that comes", (slots.arrived >= 0) & (filled > 0))
 
 
 def _check_ends(name: str, rows: Messages, slots: Slots, *, num_units: int) -> None:
-    if len({len(column) for column in rows}) > 1:
-        raise ValueError(f"columns of {name} differ in length; lower the plan again")
     _refuse(f"{name} out of order", np.append(False, rows.round[1:] < rows.round[:-1])[: len(rows.round)])
     _refuse(f"{name} in a round below 0", rows.round < 0)
     for unit, slot in ((rows.source, rows.source_slot), (rows.target, rows.target_slot)):

@@ -26,6 +26,7 @@ from rayfcp.values import (
     PipelinePlan,
     SequenceSpec,
 )
+from rayfcp.verify.columns import proved
 from rayfcp.verify.features import check_features
 from rayfcp.verify.heads import Past, RankPart, first_heads
 from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
@@ -224,20 +225,24 @@ def check_plan(
         _check_memory(layout, number, cluster=cluster)
     programs = lower(plan, sequences)
     check_programs(programs, sequences)
-    check_buffers(programs, [layout.pacing for layout in layouts])
+    if any(layout.pacing for layout in layouts):
+        check_buffers(programs, [layout.pacing for layout in layouts])
     if plan.pipelines and cost is not None and cost.pipeline is not None:
         check_memory(programs, cost=cost)
 
 
 def check_programs(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """Prove the programs of all ranks and stages, however they were made.
+    """Prove the programs of all ranks and stages, however they were made: `Programs` in columns where that can be
+    (`rayfcp.verify.columns`), others instruction by instruction.
 
     Raises:
         ValueError: instructions, tokens, images, features, pairs or gradients are missing, double or out of order,
             or a rank would wait forever.
     """
     check_progress(programs)
-    if isinstance(programs, Programs):  # what each rank runs of them, too
+    if isinstance(programs, Programs):
+        if not any(programs.encodes) and proved(programs, sequences):
+            return
         programs = tuple(programs)
         check_progress(programs)
     _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike

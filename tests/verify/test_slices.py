@@ -101,7 +101,10 @@ PLAN_CHANGES: dict[str, tuple[PlanChange, str]] = {
         lambda plan: group(0, sequences=(7,))(cut(0, Slice(sequence=7, start=0, stop=8))(plan)),
         "the batch does not have",
     ),
-    "a slice on other ranks": (group(1, ranks=(0,)), "is computed 0 times|must be what later microbatches read"),
+    "a slice on other ranks": (
+        group(1, ranks=(0,)),
+        "is computed 0 times|must be what later microbatches read|keep a sequence's slices",
+    ),
     "a slice with another primitive": (
         lambda plan: group(
             1, primitive=next(p for p in Primitive if p is not plan.microbatches[1].groups[0].primitive)
