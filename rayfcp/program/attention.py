@@ -9,8 +9,8 @@ the same transfers bring the slots again, and the partial dK, dV of a slot goes
 - home to the owner of the blocks, one round after it was computed, when the slot was not passed on.
 
 With a `Pacing`, `coalesce` rounds of the layout are one round of the program, attends are spread over the
-phases (`paced`), and a slot's partial goes home `num_buffers` rounds after it came, when it is whole:
-the transposed rounds again. Slots then come from their owners.
+phases (`rayfcp.program.kernels.pace`), and a slot's partial goes home `num_buffers` rounds after it came,
+when it is whole: the transposed rounds again. Slots then come from their owners.
 
 So every partial travels one hop per round, each hop the transpose or the follower of a forward
 transfer. Keys and values of a round are a matching, as in the layout. Of gradients, a rank sends in round r
@@ -22,7 +22,6 @@ relays break it: a rank may then pass a partial on and send another home in one 
 receive from several ranks.
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
@@ -30,8 +29,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from rayfcp.plan.layout import Blocks, Placement
-from rayfcp.program.attends import BlockSets, Brought, paced
-from rayfcp.program.instructions import Attends
+from rayfcp.program.attends import BlockSets
 from rayfcp.program.table import AttentionTable, ContextRows, KeptRows, Messages, Phases, Slots, Units
 from rayfcp.values import FULL, LayerKind, Pacing
 from rayfcp.values.arrays import Ints, expanded
@@ -387,22 +385,12 @@ def _kept(held: _Held, needed: Blocks | None) -> KeptRows:
 
 def _phases(table: AttentionTable, pacing: Pacing, *, num_phases: int) -> Phases:
     """The attends of a table, spread over phases."""
-    slots, of_slot = table.slots, dict[int, Attends]()
-    for rows, found in table.attends():
-        bounds = np.searchsorted(found.slot, np.arange(len(rows) + 1))
-        parts = np.split(found.columns, bounds[1:-1])
-        of_slot |= dict(zip(rows.tolist(), map(Attends, parts), strict=True))
-    arrived = slots.arrived.tolist()
-    phases: list[Attends] = []
-    for first, last in itertools.pairwise(slots.first.tolist()):
-        brought = [
-            Brought(
-                attends=of_slot[row],
-                first=arrived[row] + 1,
-                due=num_phases - 1 if arrived[row] < 0 else pacing.due_phase(arrived[row]),
-            )
-            for row in range(first + 1, last)
-        ]
-        phases += paced(brought, of_slot[first], num_phases=num_phases)
-    first_column = np.append(0, np.cumsum([len(each) for each in phases]))
-    return Phases(first_column, np.concatenate([each.columns for each in phases]))
+    from rayfcp.program.kernels.pace import pace  # ranks that run programs compile nothing
+
+    parts = [(rows[found.slot], found.columns) for rows, found in table.attends()]
+    row, columns = (np.concatenate(each) for each in zip(*parts, strict=True))
+    arrived = table.slots.arrived[row]
+    due = np.where(arrived < 0, num_phases - 1, np.minimum(pacing.due_phase(arrived), num_phases - 1))
+    first = np.searchsorted(row, table.slots.first)
+    columns, bounds = pace(columns, arrived + 1, due, first, num_phases)
+    return Phases(bounds, columns)

@@ -1,16 +1,18 @@
 """Pipelined rounds: what is attended to when, how many slots are held, and where gradients go."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import Attend, AttentionProgram, Forward, Payload, lower
-from rayfcp.program.attends import TILE, Brought, paced
 from rayfcp.program.instructions import Attends
+from rayfcp.program.kernels.pace import TILE, pace
 from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Pacing, Round, SequenceSpec, Transfer
 from rayfcp.verify import check_plan
 from rayfcp.verify.memory import check_buffers
@@ -54,24 +56,32 @@ def test_every_pair_once_and_in_time(
     edges = [sum(own[:at]) for at in range(len(own) + 1)]
     within = Attends.of([square(begin, end, flipped=flipped) for begin, end in pairwise(edges)])
     brought = [
-        Brought(
-            attends=Attends.of([Attend(query=(0, min(queries, edges[-1])), slot=slot, key=(0, keys), causal=False)]),
-            first=stage + 1,
-            due=stage + num_buffers - 1,
-        )
+        (Attend(query=(0, min(queries, edges[-1])), slot=slot, key=(0, keys), causal=False), stage + 1)
         for slot, (stage, queries, keys) in enumerate(sorted(sizes), start=1)
     ]
-    phases = paced(brought, within, num_phases=6)
+    phases = paced(brought, within, num_phases=6, num_buffers=num_buffers)
     found: Counter[Pair] = Counter()
     for phase in phases:
         found.update(pairs(phase))
     due = pairs(within)
-    for each in brought:
-        due.update(pairs(each.attends))
-        slot = each.attends[0].slot
-        used = [at for at, phase in enumerate(phases) if any(attend.slot == slot for attend in phase)]
-        assert each.first <= used[0] and used[-1] <= min(each.due, 5)
+    for attend, first in brought:
+        due.update(pairs(Attends.of([attend])))
+        used = [at for at, phase in enumerate(phases) if any(each.slot == attend.slot for each in phase)]
+        assert first <= used[0] and used[-1] <= min(first + num_buffers - 2, 5)
     assert found == due
+
+
+def paced(
+    brought: Sequence[tuple[Attend, int]], own: Attends, *, num_phases: int, num_buffers: int = 2
+) -> list[Attends]:
+    """The attends of a rank in each phase; those on keys that came from the given phases on."""
+    columns = np.concatenate((own.columns, Attends.of([attend for attend, _ in brought]).columns))
+    ready = np.array([0] * len(own) + [first for _, first in brought])
+    due = np.minimum(
+        np.array([num_phases] * len(own) + [first + num_buffers - 2 for _, first in brought]), num_phases - 1
+    )
+    found, bounds = pace(columns, ready, due, np.array([0, len(columns)]), num_phases)
+    return [Attends(found[low:high]) for low, high in pairwise(bounds.tolist())]
 
 
 def test_phases_are_level_to_a_tile() -> None:
