@@ -21,7 +21,7 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,19 +53,13 @@ _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Buffer = np.ndarray[Any, Any]
 
+Into = Iterable[Buffer]
+"""Memory (uint8) for the bytes of one part, in row-major order: buffer after buffer, each full before the next one is
+taken."""
 
-class CopyGoneError(LookupError):
+
+class CopyGoneError(CollectiveFailedError):
     """A requested copy is not there any more: states are dropped while others look for them."""
-
-
-@contextmanager
-def reading(header: ShardHeader) -> Iterator[None]:
-    """Context for reading pieces of a copy, in this or another process; a CollectiveFailedError if the copy is gone. It
-    was dropped for a newer one then, and others may hold the pieces."""
-    try:
-        yield
-    except CopyGoneError as error:
-        raise CollectiveFailedError(f"a copy was dropped while it was read: no {label(header)}") from error
 
 
 @dataclass(slots=True)
@@ -119,21 +113,27 @@ class HeldCopy:
     head: bytes
     buffer: Buffer
 
-    def pieces(self, wanted: Sequence[Wanted]) -> list[Buffer]:
-        """Each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned integers
-        of the elements' size."""
+    def pieces(self, wanted: Sequence[Wanted]) -> Iterator[Buffer]:
+        """Yield each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned
+        integers of the elements' size; memory of the copy where that is contiguous."""
         entries: dict[tuple[str, str], list[ShardEntry]] = defaultdict(list)
         for entry in self.header.entries:
             entries[entry.name, entry.kind].append(entry)
-        return [self._piece(entries[name, kind], name, kind, box=box) for name, kind, box in wanted]
+        for name, kind, box in wanted:
+            yield self._piece(entries[name, kind], name, kind, box=box)
 
     def _piece(self, entries: Sequence[ShardEntry], name: str, kind: str, *, box: Box) -> Buffer:
         for entry in entries:
             if entry.box.meet(box) == box:
-                raw = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
-                whole = raw.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
-                return np.array(whole[slices_of(box, within=entry.box)], order="C")
+                found = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
+                whole = found.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
+                return np.asarray(whole[slices_of(box, within=entry.box)], order="C")
         raise ValueError(f"{label(self.header)} lacks {kind} of {name} at {box}; request parts of its entries")
+
+
+def raw(piece: Buffer) -> Buffer:
+    """The bytes of a contiguous array."""
+    return piece.reshape(-1).view(np.uint8)
 
 
 def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
@@ -205,7 +205,7 @@ class CopyFolder:
     @contextmanager
     def reading(self, state: StateId, number: int) -> Iterator[HeldCopy]:
         """Context of a copy that is read; a CopyGoneError if it is not there."""
-        gone = CopyGoneError(f"no copy of device {number} in {state} is held here")
+        gone = CopyGoneError(f"no {_label(state, number)} is held here")
         try:
             fd = os.open(self.path / _name(state, number), os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -222,12 +222,17 @@ class CopyFolder:
             data_start = len(mapping) - header.num_bytes
             yield HeldCopy(header, mapping[:data_start], np.frombuffer(mapping, np.uint8)[data_start:])
         finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own, and may live on
             os.close(fd)
 
-    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[Buffer]:
-        """Parts of a copy; see `HeldCopy.pieces`. A CopyGoneError if it is not there."""
+    def read(self, state: StateId, number: int, *, wanted: Sequence[Wanted], into: Sequence[Into]) -> None:
+        """Fill memory with parts of a copy; see `HeldCopy.pieces`. A CopyGoneError if it is not there."""
         with self.reading(state, number) as copy:
-            return copy.pieces(wanted)
+            for piece, buffers in zip(copy.pieces(wanted), into, strict=True):
+                data, at = raw(piece), 0
+                for buffer in buffers:
+                    buffer[:] = data[at : at + len(buffer)]
+                    at += len(buffer)
 
     def drop(self, kept: KeptStates, *, of_dead: bool = False) -> None:
         """Drop copies of all other states that this process wrote; with `of_dead` also those whose writers are dead,
@@ -387,8 +392,11 @@ def remove_abandoned(own: Path, *, age_s: float = ABANDONED_S) -> None:
 
 
 def label(header: ShardHeader) -> str:
-    state = header.state
-    return f"copy of device {header.number} at version {state.version}, generation {state.generation}"
+    return _label(header.state, header.number)
+
+
+def _label(state: StateId, number: int) -> str:
+    return f"copy of device {number} at version {state.version}, generation {state.generation}"
 
 
 def _join(path: Path) -> int:
