@@ -22,6 +22,7 @@ from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
 from rayfcp.execute.state.copies import CopyFolder, Into, Wanted, copies_folder
 from rayfcp.program import RankProgram
@@ -86,12 +87,12 @@ class DeviceWorker:
         kernel = pick_kernel(self._config.cluster.device, sm_margin=self._config.cluster.communication_sms)
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
-        self._copies = self._open_copies(context.get_node_id())
+        backend = backend_of(self._device)
+        self._copies = self._open_copies(context.get_node_id(), page_locks=backend.page_locks)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir, copies=self._copies)
         self._compiled = runs_compiled(self._config, vocab_size=self._vocab_size, device=self._device, kernel=kernel)
         gc.collect()
         gc.freeze()  # imported modules: garbage collection is part of each recovery
-        backend = backend_of(self._device)
         accelerators = [id for ids in granted.values() for id in ids]
         self._facts = DeviceFacts(
             node_id=context.get_node_id(),
@@ -105,11 +106,12 @@ class DeviceWorker:
         )
         return self._facts
 
-    def _open_copies(self, node_id: str) -> CopyFolder | None:
+    def _open_copies(self, node_id: str, *, page_locks: PageLocks | None = None) -> CopyFolder | None:
         if not self._copies_name:
             return None
         try:
-            return CopyFolder(copies_folder(self._config.elastic.snapshot_dir, run=self._copies_name, node=node_id))
+            path = copies_folder(self._config.elastic.snapshot_dir, run=self._copies_name, node=node_id)
+            return CopyFolder(path, page_locks=page_locks)
         except OSError as error:
             raise ConfigError(
                 f"elastic.snapshot_dir is {self._config.elastic.snapshot_dir}, where copies of the state cannot be "

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values.state import ITEMSIZES, Box, KeptStates, ShardEntry, ShardHeader, StateId
 
@@ -159,10 +160,11 @@ def copies_folder(parent: str, *, run: str, node: str) -> Path:
 
 
 class CopyFolder:
-    """The copies of a run on a node, by (state, device number), as one process sees them; thread-safe."""
+    """The copies of a run on a node, by (state, device number), as one process sees them; thread-safe. `page_locks`:
+    of the device whose state this process copies."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, page_locks: PageLocks | None = None) -> None:
+        self.path, self._page_locks = path, page_locks
         self._lock_fd = _join(path)
         self._lock = threading.RLock()
         self._own: dict[str, _File] = {}
@@ -276,7 +278,7 @@ class CopyFolder:
         """Leave the folder with its copies, as by the end of the process."""
         with self._lock:
             for file in [*self._own.values(), *self._spare]:
-                os.close(file.fd)
+                self._close(file)
             self._own, self._spare = {}, []
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
@@ -330,7 +332,15 @@ class CopyFolder:
             os.close(fd)
             (self.path / name).unlink(missing_ok=True)
             raise
+        if self._page_locks is not None:
+            self._page_locks.add(np.frombuffer(mapping, np.uint8))
         return _File(name, fd, mapping, data_start)
+
+    def _close(self, file: _File) -> None:
+        """Leave a file, which is unmapped once nobody uses its memory."""
+        if self._page_locks is not None:
+            self._page_locks.remove(np.frombuffer(file.mapping, np.uint8))
+        os.close(file.fd)
 
     def _make(self) -> tuple[str, int]:
         """Name and descriptor of a new file, which is locked."""
@@ -351,7 +361,7 @@ class CopyFolder:
             (self.path / file.name).rename(self.path / name)
             replaced = self._own.pop(name, None)
             if replaced is not None:
-                os.close(replaced.fd)
+                self._close(replaced)
             file.name = name
             self._own[name] = file
 
@@ -359,7 +369,7 @@ class CopyFolder:
         """Keep a file for a new copy, rather than the oldest that is kept, unless it is read or was removed."""
         with self._lock:
             if os.fstat(file.fd).st_nlink == 0:  # its name may be that of another file
-                os.close(file.fd)
+                self._close(file)
                 return
             with suppress(OSError):  # it is read, or gone with the folder
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,7 +385,7 @@ class CopyFolder:
     def _give_back(self, file: _File) -> None:
         """Remove a file of which there is no copy."""
         (self.path / file.name).unlink(missing_ok=True)
-        os.close(file.fd)
+        self._close(file)
 
 
 def remove_abandoned(own: Path, *, age_s: float = ABANDONED_S) -> None:

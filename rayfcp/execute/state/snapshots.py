@@ -8,6 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,9 +102,10 @@ class Source:
 class Snapshots:
     """Copies a sharded module and its optimizer to a folder in shared memory, between two updates.
 
-    On accelerators a copy is made during the next step, by a thread and on a stream of its own, through pinned buffers:
-    the files are not pinned. That stream waits for the update before it, and the next update waits for the copy
-    (`hold_update`): the parameters must not change under it.
+    On accelerators a copy is made during the next step, by a thread and on a stream of its own: straight into the file
+    once that is page-locked (`DeviceBackend.page_locks`), before and elsewhere through pinned buffers. That stream
+    waits for the update before it, and the next update waits for the copy (`hold_update`): the parameters must not
+    change under it.
 
     `copied`: the newest state whose copy is complete. `seconds`: time that steps spent here since the caller last
     reset it.
@@ -204,7 +207,9 @@ class Snapshots:
             self._bounces = [torch.from_numpy(backend.allocate_host(BOUNCE_BYTES)) for _ in range(2)]
         updated = streams.Event()
         updated.record(streams.current_stream())
-        copied = self._thread.submit(self._bounce, pairs, updated, streams)
+        cuts = backend.page_locks.cuts(new.buffer) if backend.page_locks is not None else None
+        copy = self._bounce if cuts is None else partial(self._straight, cuts=cuts)
+        copied = self._thread.submit(copy, pairs, updated, streams)
         with self._lock:
             self._pending = new, copied
         self._thread.submit(self._settle_later, copied)
@@ -235,6 +240,22 @@ class Snapshots:
                     filled.append((target, bounce, event))
             while filled:
                 empty()
+
+    @torch.no_grad()
+    def _straight(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], updated: Any, streams: Any, *, cuts: Sequence[int]
+    ) -> None:
+        """Copy into page-locked memory, no part across any of its `cuts`."""
+        with streams.stream(self._stream):
+            self._stream.wait_event(updated)
+            for view, tensor in pairs:
+                source, first = tensor.detach().reshape(-1), view.storage_offset()
+                inner = [cut // view.element_size() - first for cut in cuts]
+                for start, stop in pairwise([0, *(at for at in inner if 0 < at < len(view)), len(view)]):
+                    view[start:stop].copy_(source[start:stop], non_blocking=True)
+            copied = streams.Event()
+            copied.record(self._stream)
+        copied.synchronize()
 
     def settle(self) -> None:
         """Wait until the last copy is complete. Any thread may call it; a RuntimeError if the accelerator was stopped
