@@ -72,7 +72,8 @@ class Cost:
     """Cost of a fault.
 
     `stall_s`: from the fault to the start of the first step that ran wholly after it. `back_s`: to the start of the
-    first step that had not been finished before it. `lost_steps`: finished steps that were executed again.
+    first step that had not been finished before it. `lost_steps`: finished steps that were executed again. A step is
+    finished once a device has begun the next one; until then, what a device reports of it may die with the device.
     """
 
     step: int
@@ -98,7 +99,9 @@ def cost_of(fault: Fault, moments: Sequence[Moment]) -> Cost:
         else:
             after.append((began[key], moment.step))
     devices = {moment.step: moment.num_devices for moment in moments if moment.at_s <= fault.at_s}
-    finished = max((step for step, pids in ended_by.items() if len(pids) >= devices[step]), default=0)
+    newest = max(devices, default=0)
+    ended = (step for step, pids in ended_by.items() if step < newest and len(pids) >= devices[step])
+    finished = max(ended, default=0)
     if not any(step > finished for _, step in after):
         raise ValueError(f"no step was finished after the fault in step {fault.step}; let the run go on for longer")
     first_s, first_step = min(after)

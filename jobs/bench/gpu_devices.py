@@ -81,7 +81,7 @@ class Device:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         device = torch.device(setting.device)
-        copies = self._copies = CopyFolder(Path(setting.data_dir) / "copies")
+        copies = self._copies = CopyFolder(Path(setting.data_dir) / "copies", page_locks=backend_of(device).page_locks)
         self.engine = RankEngine(setting.config, device=device, data_dir=setting.data_dir, copies=copies)
 
     def join(self, generation: str, rank: int, num_ranks: int) -> float:

@@ -1,5 +1,5 @@
-"""Copies of the state from one node's shared memory to another's, as snapshot stores send them; and as objects of Ray,
-in chunks of 32 MiB with checksums, between two raylets.
+"""Copies of the state from one node's shared memory to another's, as snapshot stores send them, and parts of them to a
+device, as it reads them after a loss; and as objects of Ray, in chunks of 32 MiB with checksums, between two raylets.
 
 All on this machine: rates of a network are lower, CPU time counts.
 
@@ -17,13 +17,16 @@ import resource
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rayfcp.cluster.recovery.transfer import Listener, send_copies
+from rayfcp.cluster.recovery.transfer import Listener, read_copy, send_copies
+from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.values import ShardHeader, StateId
 from rayfcp.values.state import Box, ShardEntry
@@ -40,7 +43,9 @@ def main() -> None:
     num_bytes = int(arguments.gib * (1 << 30))
     print(f"{platform.machine()}, {os.cpu_count()} cores, {datetime.datetime.now(datetime.UTC).date()}")  # noqa: T201
     with tempfile.TemporaryDirectory(prefix="rayfcp-bench-", dir="/dev/shm") as folder:
-        report("sockets", by_sockets(Path(folder), num_bytes=num_bytes, rounds=arguments.rounds))
+        sent, read = by_sockets(Path(folder), num_bytes=num_bytes, rounds=arguments.rounds)
+        report("sockets, sent", sent)
+        report("sockets, read", read)
     if not arguments.without_ray:
         report("objects of Ray", by_ray(num_bytes=num_bytes, rounds=arguments.rounds))
 
@@ -50,29 +55,37 @@ def report(what: str, rounds: list[tuple[float, float]]) -> None:
     print(f"{what}: {max(rate for rate, _ in rounds):.2f} GB/s, {min(cpu for _, cpu in rounds):.2f} CPU-s/GiB")  # noqa: T201
 
 
-def by_sockets(folder: Path, *, num_bytes: int, rounds: int) -> list[tuple[float, float]]:
-    """From here to another process; each round a version of its own."""
+def by_sockets(folder: Path, *, num_bytes: int, rounds: int) -> tuple[list[tuple[float, float]], ...]:
+    """From here to another process, and back into memory that is used already; each round a version of its own."""
     here, (mine, theirs) = CopyFolder(folder / "here"), multiprocessing.Pipe()
     receiver = multiprocessing.get_context("spawn").Process(target=_receive, args=[str(folder / "there"), theirs])
     receiver.start()
-    peer, found = mine.recv(), []
+    peer, sent, read = mine.recv(), [], []
+    buffer = np.ones(num_bytes, np.uint8)
+
+    def timed(work: Callable[[], object]) -> tuple[float, float]:
+        mine.send("cpu")
+        before_s, began_s = _cpu_s() + mine.recv(), time.perf_counter()
+        work()
+        wall_s = time.perf_counter() - began_s
+        mine.send("cpu")
+        return num_bytes / wall_s / 1e9, (_cpu_s() + mine.recv() - before_s) / num_bytes * (1 << 30)
+
     for version in range(rounds):
         header = _header(version, num_bytes)
         new = here.begin(header)
         new.buffer[:] = 7
         new.publish()
-        mine.send("cpu")
-        before_s, began_s = _cpu_s() + mine.recv(), time.perf_counter()
-        send_copies(here, header.state, numbers=[0], to=peer, patience_s=60.0)
-        wall_s = time.perf_counter() - began_s
-        mine.send("cpu")
-        found.append((num_bytes / wall_s / 1e9, (_cpu_s() + mine.recv() - before_s) / num_bytes * (1 << 30)))
+        sent.append(timed(partial(send_copies, here, header.state, numbers=[0], to=peer, patience_s=60.0)))
+        copy, whole = ShardCopy(header=header, peer=peer, node_id=""), header.entries[0]
+        wanted = [(whole.name, whole.kind, whole.box)]
+        read.append(timed(partial(read_copy, copy, wanted=wanted, into=[[buffer]], patience_s=60.0)))
         here.drop_generations(0)
         mine.send("drop")
         mine.recv()
     mine.send("end")
     receiver.join()
-    return found
+    return sent, read
 
 
 def _receive(folder: str, commands: Connection) -> None:

@@ -77,8 +77,13 @@ class Intervals:
     reason: str = ""
 
     @classmethod
-    def fixed(cls, every: int) -> "Intervals":
-        return cls(here=1, away=every, send=every, reason="elastic.snapshot_every_steps")
+    def fixed(cls, every: int, *, away_s: float = 0.0, step_s: float = 1.0, is_host: bool = False) -> "Intervals":
+        """Return the interval that a user asks for. Copies are sent as seldom as they can be while no step waits for
+        them; or as seldom as permitted, if steps wait anyway. `away_s`: time on their way, taken for that of a step if
+        it is 0. Hosts copy their state before a step ends, accelerators (not `is_host`) during the next one."""
+        late_steps = (away_s / step_s if away_s else 1.0) - is_host
+        early = min(every - 1, max(0, math.ceil(late_steps))) if late_steps < every else 0
+        return cls(here=1, away=every, send=every - early, reason="elastic.snapshot_every_steps")
 
 
 def choose(costs: CopyCosts, rates: LossRates, *, num_devices: int) -> Intervals:
@@ -115,8 +120,8 @@ def copies_share(costs: CopyCosts, intervals: Intervals) -> float:
     """Return the share of the time that copies cost.
 
     Copies are sent once the step after them has reported them. Steps wait for them where the loss of a node would
-    otherwise take more than `away` steps: at once with a fixed interval, and never with `choose`, which sends as many
-    steps earlier as the copies travel.
+    otherwise take more than `away` steps: never with `choose`, which sends as many steps earlier as the copies travel,
+    nor with a fixed interval that is longer than they travel.
     """
     here = costs.here_s / (intervals.here * costs.step_s)
     if costs.away_s is None:

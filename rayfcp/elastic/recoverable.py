@@ -107,11 +107,11 @@ class CopiedStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCopy:
-    """A copy of a shard in the memory of node `node_id`, and a worker or snapshot store there:
-    `holder.pieces.remote(state, number, wanted=...)` gives parts of it."""
+    """A copy of a shard in the memory of node `node_id`, and the peer there that parts of it are read from (see
+    `rayfcp.cluster.recovery.transfer`)."""
 
     header: ShardHeader
-    holder: Any
+    peer: Any
     node_id: str
 
 

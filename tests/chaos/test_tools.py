@@ -83,6 +83,19 @@ def test_what_a_fault_cost(after: list[tuple[int, float]], want: Cost) -> None:
     assert cost_of(Fault(step=3, at_s=10.0), moments) == want
 
 
+def test_a_step_that_was_not_reported_is_not_finished() -> None:
+    """Both devices have executed the second one when one of them dies: it runs again, and nothing is lost."""
+    moments = [
+        moment(what, step, 2.0 * step + (what == ENDED), pid=pid)
+        for step in (1, 2)
+        for pid in (10, 11)
+        for what in (BEGAN, ENDED)
+    ]
+    again = [moment(BEGAN, 2, 7.0, pid=10, of=1), moment(ENDED, 2, 8.0, pid=10, of=1)]
+    found = cost_of(Fault(step=2, at_s=5.5), moments + again)
+    assert found == Cost(step=2, stall_s=1.5, back_s=1.5, lost_steps=0)
+
+
 def test_a_fault_that_nothing_follows_is_named() -> None:
     with pytest.raises(ValueError, match="no step was finished after the fault in step 1"):
         cost_of(Fault(step=1, at_s=10.0), [moment(BEGAN, 1, 9.0, pid=10)])

@@ -2,10 +2,9 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -17,11 +16,10 @@ from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
-from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 from tests.cluster.runs import run_config
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 
 class LightEngine:
@@ -132,17 +130,6 @@ def light_history(config: Config) -> History:
 
 def light_stores(config: Config, *, run_key: str) -> SnapshotStores:
     return SnapshotStores(config, runtime=RayRuntime(), run_key=run_key, history=light_history(config))
-
-
-def copies_at(holders: Mapping[str, Any]) -> list[ShardCopy]:
-    """Copies on the nodes of these workers or snapshot stores, by node; the dead tell of none."""
-    calls = {id: holder.headers.remote() for id, holder in holders.items()}
-    found: list[ShardCopy] = []
-    for id, call in calls.items():
-        with suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
-            headers = ray.get(call, timeout=PATIENCE_S)
-            found += [ShardCopy(header=header, holder=holders[id], node_id=id) for header in headers]
-    return found
 
 
 @contextmanager

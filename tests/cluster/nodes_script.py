@@ -37,8 +37,8 @@ def send_copies(worker_group: WorkerGroup, snapshot_stores: SnapshotStores) -> b
         ray.get(member.handle.keep.remote(header, bytes_of(header)))
         numbers.setdefault(member.facts.node_id, []).append(number)
     until(lambda: (pushes := snapshot_stores.push(header.state, numbers)) is not None and bool(ray.get(pushes)))
-    headers = ray.get([store.headers.remote() for store in snapshot_stores.stores.values()])
-    return [[each.number for each in found] for found in headers] == [[0, 1], [0, 1]]
+    copies = ray.get([store.shard_copies.remote() for store in snapshot_stores.stores.values()])
+    return [[each.header.number for each in found] for found in copies] == [[0, 1], [0, 1]]
 
 
 def drained(cluster: Cluster, node: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_main_calls_stay_in_one_thread_while_others_are_answered(worker_group: W
     assert len(threads) == 1
     busy = worker_group.workers[0].exchange.remote()
     assert ray.get(worker_group.workers[0].beat.remote(), timeout=PATIENCE_S).step == 1
-    assert ray.get(worker_group.workers[0].headers.remote(), timeout=PATIENCE_S) == ()
+    assert ray.get(worker_group.workers[0].shard_copies.remote(), timeout=PATIENCE_S) == ()
     ray.get(worker_group.workers[0].abort.remote(), timeout=PATIENCE_S)
     with pytest.raises(CollectiveFailedError):
         ray.get(busy, timeout=PATIENCE_S)

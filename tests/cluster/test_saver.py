@@ -256,7 +256,7 @@ def test_a_store_that_is_lost_is_replaced_and_the_last_checkpoint_written_again(
 def test_a_state_that_is_left_in_memory_is_saved_without_devices(run: Run) -> None:
     run.devices.copy_now(7)
     copies = tuple(
-        ShardCopy(header=shard(7, number=number, num_devices=2), holder=None, node_id="node-1") for number in (0, 1)
+        ShardCopy(header=shard(7, number=number, num_devices=2), peer=None, node_id="node-1") for number in (0, 1)
     )
     found = RecoverableState(reason="", state=StateId(version=7, generation=0), copies=copies)
     run.devices.handles.clear()

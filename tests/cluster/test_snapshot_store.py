@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ import ray
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.store import born
 from rayfcp.cluster.recovery.stores import SnapshotStores, ring
+from rayfcp.cluster.recovery.transfer import read_copy
 from rayfcp.cluster.workers.group import WorkerGroup
+from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.execute.state.copies import reading
 from rayfcp.values import KeptStates
 from rayfcp.values.state import Box, StateId
-from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, light_stores, shard
+from tests.cluster.light import bytes_of, free_cpus_again, light_config, light_start, light_stores, shard
 from tests.cluster.processes import lives
 from tests.waiting import PATIENCE_S, until
 
@@ -51,6 +53,21 @@ def kept(started: tuple[WorkerGroup, SnapshotStores]) -> tuple[object, SnapshotS
     return worker_group.workers[0], snapshot_stores
 
 
+def read(copy: ShardCopy) -> np.ndarray:
+    found = np.empty(copy.header.num_bytes, np.uint8)
+    read_copy(copy, wanted=WHOLE, into=[[found]], patience_s=PATIENCE_S)
+    return found
+
+
+def lives_at(copy: ShardCopy) -> bool:
+    """Whether anything listens where it is read."""
+    try:
+        socket.create_connection((copy.peer.host, copy.peer.port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 def test_it_loads_no_torch() -> None:
     """It starts in no time and keeps little memory but the copies."""
     heavy = ("torch", "transformers", "scipy", "pyarrow", "numba")
@@ -67,11 +84,10 @@ def test_copies_outlive_the_worker_and_the_store(kept: tuple[object, SnapshotSto
     found = snapshot_stores.newest_state([], up_to=9)
     (copy,) = found.copies
     assert copy.header == header and copy.node_id == node, "a new store was started on the node"
-    np.testing.assert_array_equal(
-        ray.get(copy.holder.pieces.remote(header.state, 0, wanted=WHOLE))[0], bytes_of(header)
-    )
-    (by_worker,) = copies_at({"w": worker})
-    assert by_worker.header == header
+    (by_worker,) = ray.get(worker.shard_copies.remote())
+    assert by_worker.header == header and by_worker.peer != copy.peer
+    for each in (copy, by_worker):
+        np.testing.assert_array_equal(read(each), bytes_of(header))
 
 
 def test_states_that_are_not_needed_go(kept: tuple[object, SnapshotStores]) -> None:
@@ -81,19 +97,23 @@ def test_states_that_are_not_needed_go(kept: tuple[object, SnapshotStores]) -> N
         ray.get(worker.keep.remote(shard(version), bytes_of(shard(version))))
     (store,) = snapshot_stores.stores.values()
     ray.get(store.drop.remote(KeptStates(since=StateId(version=3, generation=0))))
-    assert [each.state.version for each in ray.get(store.headers.remote())] == [1, 2, 3]
+    assert [each.header.state.version for each in ray.get(store.shard_copies.remote())] == [1, 2, 3]
     assert ray.get(store.beat.remote()) >= 3 * 2500
     ray.get(store.drop_copies.remote(0))
-    assert ray.get(store.headers.remote()) == ()
+    assert ray.get(store.shard_copies.remote()) == ()
 
 
-def test_a_copy_that_is_gone_when_it_is_read_is_told_in_one_line(kept: tuple[object, SnapshotStores]) -> None:
-    """Without the traceback of the snapshot store."""
-    _, snapshot_stores = kept
-    (store,), header = snapshot_stores.stores.values(), shard(10)
-    with pytest.raises(CollectiveFailedError, match="a copy was dropped while it was read") as caught, reading(header):
-        ray.get(store.pieces.remote(header.state, header.number, wanted=WHOLE))
+def test_a_copy_whose_store_is_dead_is_not_read(kept: tuple[object, SnapshotStores]) -> None:
+    worker, snapshot_stores = kept
+    ray.get(worker.keep.remote(shard(8), bytes_of(shard(8))))
+    (store,) = snapshot_stores.stores.values()
+    (copy,) = ray.get(store.shard_copies.remote())
+    ray.kill(store)
+    until(lambda: not lives_at(copy))
+    with pytest.raises(CollectiveFailedError, match="a copy could not be read: the connection to") as caught:
+        read(copy)
     assert "\n" not in str(caught.value)
+    snapshot_stores.end_lost()
 
 
 def test_a_store_that_is_stopped_is_lost(

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 from rayfcp.cluster.recovery import transfer
-from rayfcp.cluster.recovery.transfer import Listener, NoRoomError, TransferError, send_copies
-from rayfcp.execute.state.copies import CopyFolder, NewCopy
+from rayfcp.cluster.recovery.transfer import Listener, NoRoomError, Peer, TransferError, read_copy, send_copies
+from rayfcp.elastic.recoverable import ShardCopy
+from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.execute.state.copies import CopyFolder, CopyGoneError, NewCopy
 from rayfcp.values import ShardHeader
+from rayfcp.values.state import Box
 from tests.cluster.light import bytes_of, shard
 from tests.waiting import PATIENCE_S, until
 
@@ -117,7 +121,7 @@ def test_a_sender_that_dies_leaves_nothing(ends: tuple[CopyFolder, CopyFolder, L
     with here.reading(STATE, 0) as copy:
         for num_sent in (0, 1, 1500, 2500):
             connection = introduced(listener)
-            transfer._send_head(connection, copy.head)
+            transfer._ask(connection, b"k", copy.head)
             assert connection.recv(1) == b"s"
             connection.sendall(copy.buffer[:num_sent].data)
             connection.close()
@@ -125,11 +129,12 @@ def test_a_sender_that_dies_leaves_nothing(ends: tuple[CopyFolder, CopyFolder, L
     assert send(here, listener, 0) == 2500
 
 
-def introduced(listener: Listener) -> socket.socket:
+def introduced(listener: Listener, connection: socket.socket | None = None) -> socket.socket:
     """A connection that knows the token."""
-    connection = socket.create_connection((listener.peer.host, listener.peer.port), timeout=PATIENCE_S)
+    address = (listener.peer.host, listener.peer.port)
+    connection = connection or socket.create_connection(address, timeout=PATIENCE_S)
     theirs = transfer._receive(connection, 32)
-    connection.sendall(b"0" * 32 + transfer._proof(listener.peer.token, b"sender", theirs + b"0" * 32))
+    connection.sendall(b"0" * 32 + transfer._proof(listener.peer.token, b"caller", theirs + b"0" * 32))
     transfer._receive(connection, 32)
     return connection
 
@@ -154,7 +159,7 @@ def test_strangers_are_refused_and_logged(
         assert send(here, listener, 0) == 2500
         with suppress(ConnectionResetError):  # what it sent was not read
             assert stranger.recv(1) == b""
-        until(lambda: "refused 127.0.0.1, which does not know this store's token" in caplog.text)
+        until(lambda: "refused 127.0.0.1, which does not know this process's token" in caplog.text)
 
 
 def test_a_store_with_another_token_gets_nothing(ends: tuple[CopyFolder, CopyFolder, Listener]) -> None:
@@ -170,19 +175,28 @@ def test_a_store_with_another_token_gets_nothing(ends: tuple[CopyFolder, CopyFol
 def test_connections_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transfer, "MAX_CONNECTIONS", 2)
+    """As long as they have not proved anything. Those who wait are served when there is room."""
+    monkeypatch.setattr(transfer, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(transfer, "QUEUE_S", 0.1)
     listener = Listener(CopyFolder(tmp_path / "there"), host="127.0.0.1", patience_s=PATIENCE_S)
     address = (listener.peer.host, listener.peer.port)
     with caplog.at_level(logging.WARNING):
         held = [socket.create_connection(address, timeout=PATIENCE_S) for _ in range(3)]
         assert [len(each.recv(32)) for each in held] == [32, 32, 0]
-    assert "2 connections for copies are open" in caplog.text
-    for each in held:
+    assert "2 connections that prove nothing are open" in caplog.text
+    monkeypatch.setattr(transfer, "QUEUE_S", PATIENCE_S)
+    waiting = socket.create_connection(address, timeout=PATIENCE_S)
+    held[0].close()
+    known = [introduced(listener, waiting), introduced(listener), introduced(listener)]
+    for each in [*held, *known]:
         each.close()
     listener.close()
 
 
-@pytest.mark.parametrize("head", [b"\xff" * 16, transfer._LENGTH.pack(2) + bytes(8) + b"{}"])
+BROKEN = [b"k" + b"\xff" * 16, b"k" + transfer._LENGTH.pack(2) + b"{}", b"r" + transfer._LENGTH.pack(2) + b"{}", b"x"]
+
+
+@pytest.mark.parametrize("head", BROKEN)
 def test_a_damaged_head_ends_the_connection(
     ends: tuple[CopyFolder, CopyFolder, Listener], head: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,3 +218,81 @@ def test_a_receiver_that_stops_is_lost(tmp_path: Path) -> None:
         with pytest.raises(TransferError, match="timed out"), pytest.MonkeyPatch.context() as patch:
             patch.setattr(transfer, "HANDSHAKE_S", 0.2)
             send_copies(here, STATE, numbers=[0], to=peer, patience_s=0.2)
+
+
+def read(listener: Listener, *parts: tuple[int, int], number: int = 0, patience_s: float = PATIENCE_S) -> np.ndarray:
+    """These parts, each into two buffers."""
+    copy = ShardCopy(header=shard(1, number=number), peer=listener.peer, node_id="there")
+    wanted = [("weight", "parameter", Box(offsets=(start,), sizes=(stop - start,))) for start, stop in parts]
+    buffers = [[np.empty(10, np.uint8), np.empty(stop - start - 10, np.uint8)] for start, stop in parts]
+    read_copy(copy, wanted=wanted, into=buffers, patience_s=patience_s)
+    return np.concatenate([each for of_part in buffers for each in of_part])
+
+
+def test_parts_of_a_copy_are_read_as_they_are(ends: tuple[CopyFolder, CopyFolder, Listener]) -> None:
+    _, there, listener = ends
+    keep(there, shard(1))
+    data = bytes_of(shard(1))
+    np.testing.assert_array_equal(read(listener, (0, 2500)), data)
+    np.testing.assert_array_equal(read(listener, (2000, 2010), (7, 1500)), [*data[2000:2010], *data[7:1500]])
+
+
+def test_parts_that_are_read_arrive_damaged_or_not_at_all(
+    ends: tuple[CopyFolder, CopyFolder, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is gone, of another model, or changes on the way."""
+    _, there, listener = ends
+    with pytest.raises(CopyGoneError, match="no copy of device 0 at version 1, generation 0"):
+        read(listener, (0, 2500))
+    keep(there, shard(1))
+    with pytest.raises(CollectiveFailedError, match=r"the connection to .* failed"):
+        read(listener, (2000, 2600))
+    receive = transfer._receive_into
+
+    def flip(connection: socket.socket, view: memoryview) -> None:
+        receive(connection, view)
+        if len(view) == 490:  # the last chunk
+            view[0] ^= 1
+
+    monkeypatch.setattr(transfer, "_receive_into", flip)
+    with pytest.raises(CollectiveFailedError, match="copy of device 0 at version 1, generation 0 arrived damaged"):
+        read(listener, (0, 2500))
+
+
+def test_a_stranger_reads_nothing(ends: tuple[CopyFolder, CopyFolder, Listener]) -> None:
+    _, there, listener = ends
+    keep(there, shard(1))
+    listener.peer, peer = replace(listener.peer, token=bytes(32)), listener.peer
+    stranger = ShardCopy(header=shard(1), peer=peer, node_id="there")
+    with pytest.raises(CollectiveFailedError, match="a copy could not be read"):
+        read_copy(stranger, wanted=[("weight", "parameter", Box(offsets=(0,), sizes=(2500,)))], into=[], patience_s=9)
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 1500, 2500])
+def test_a_peer_that_dies_while_it_is_read_is_lost(num_sent: int) -> None:
+    """At any point: before it answers, in the data, before their checksum; or it stops there."""
+    for dies in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            peer = Peer(host="127.0.0.1", port=server.getsockname()[1], token=b"1" * 32)
+            thread = threading.Thread(target=give_in_part, args=[server, peer, num_sent], kwargs={"dies": dies})
+            thread.start()
+            copy = ShardCopy(header=shard(1), peer=peer, node_id="there")
+            wanted, into = [("weight", "parameter", Box(offsets=(0,), sizes=(2500,)))], [[np.empty(2500, np.uint8)]]
+            with pytest.raises(CollectiveFailedError, match="connection ended|reset" if dies else "timed out"):
+                read_copy(copy, wanted=wanted, into=into, patience_s=PATIENCE_S if dies else 0.2)
+            thread.join()
+
+
+def give_in_part(server: socket.socket, peer: Peer, num_sent: int, *, dies: bool) -> None:
+    """Answer one caller with so many bytes of a copy, 0: without the answer before them."""
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(bytes(32))
+        theirs = transfer._receive(connection, 64)[:32]
+        connection.sendall(transfer._proof(peer.token, b"listener", bytes(32) + theirs))
+        transfer._receive(connection, 1)
+        transfer._receive_block(connection)
+        if num_sent:
+            connection.sendall(b"r" + bytes_of(shard(1))[:num_sent].tobytes())
+        if not dies:
+            assert connection.recv(1) == b"", "the caller leaves"

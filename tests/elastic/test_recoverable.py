@@ -19,7 +19,7 @@ def copy(version: int, number: int, *, of: int, where: str, generation: int = 0)
         num_bytes=0,
         scalars={},
     )
-    return ShardCopy(header=header, holder=None, node_id=where)
+    return ShardCopy(header=header, peer=None, node_id=where)
 
 
 @st.composite

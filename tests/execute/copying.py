@@ -4,7 +4,7 @@ killed, or stop between two lines."""
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rayfcp.execute.state import copies as module
-from rayfcp.execute.state.copies import LOCK, PAGE, CopyFolder
+from rayfcp.execute.state.copies import LOCK, PAGE, Buffer, CopyFolder, Wanted
 from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
 
 Key = tuple[int, int, int]
@@ -62,6 +62,12 @@ def found(path: Path) -> list[Key]:
             np.testing.assert_array_equal(copy.buffer, contents(header))
     folder.close()
     return [(each.state.version, each.state.generation, each.number) for each in headers]
+
+
+def pieces(folder: CopyFolder, header: ShardHeader, *, wanted: Sequence[Wanted]) -> list[Buffer]:
+    """Parts of a copy, as they are once it is dropped."""
+    with folder.reading(header.state, header.number) as copy:
+        return [piece.copy() for piece in copy.pieces(wanted)]
 
 
 def since(version: int, generation: int = 0) -> KeptStates:

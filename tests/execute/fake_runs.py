@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def one_rank(at: Accelerator) -> Found:
         (header,) = copies.headers()
         saved = save(copies, state, nodes=[[0]], folder=Path(folder) / "saved")
         engine.load(f"{folder}/saved")
-        engine.fill([Source(header=header, pieces=lambda wanted: copies.pieces(state, 0, wanted=wanted))])
+        read = partial(copies.read, state, 0)
+        engine.fill([Source(header=header, read=lambda wanted, into: read(wanted=wanted, into=into))])
         kinds = sorted({entry.kind for entry in header.entries})
         again = step(engine, program_of(1), 2)
     return {"loss": [report.loss, again.loss], "saved": len(saved), "kinds": kinds}

@@ -107,8 +107,8 @@ class Device:
         self.engine.fill([self._source(header) for header in self.copies.headers() if header.state == state])
 
     def _source(self, header: ShardHeader) -> Source:
-        ask = partial(self.copies.pieces, header.state, header.number)
-        return Source(header=header, pieces=lambda wanted: ask(wanted=wanted))
+        read = partial(self.copies.read, header.state, header.number)
+        return Source(header=header, read=lambda wanted, into: read(wanted=wanted, into=into))
 
 
 class Member(Device):

@@ -217,6 +217,12 @@ def late_copies() -> list[Device]:
         return steps(ALONE, num_steps=4)
 
 
+def straight_copies() -> list[Device]:
+    """Copies that the device makes into the files."""
+    with mock.patch.object(ordered_device.OrderedBackend, "page_locks", SimpleNamespace(cuts=lambda _: [4096])):
+        return steps(ALONE, num_steps=2)
+
+
 def _summed(found: dict[int, tuple[float, Gradients]], num_targets: int) -> tuple[float, Gradients]:
     """Mean loss, and sums of the devices' gradients by name."""
     grads: Gradients = {}
@@ -313,7 +319,10 @@ def stages() -> list[Device]:
     return devices
 
 
-RUNS = (zigzag_ring, relays, scattered_blocks, heads, reshuffle, hand_overs, stages, steps, late_copies, engine)
+RUNS = (
+    zigzag_ring, relays, scattered_blocks, heads, reshuffle, hand_overs, stages, steps, late_copies, straight_copies,
+    engine,
+)  # fmt: skip
 
 Plant = Callable[[], Any]
 
@@ -387,6 +396,8 @@ PLANTS: dict[str, tuple[Callable[[], list[Device]], Plant]] = {
         lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Event, "synchronize", _wait_in_main)),
     "a pinned buffer is filled before it is empty": (
         late_copies, lambda: mock.patch.object(itertools, "cycle", lambda buffers: itertools.repeat(buffers[0]))),
+    "a copy is published before the device has made it": (
+        straight_copies, lambda: mock.patch.object(Event, "synchronize", _wait_in_main)),
     "an update does not wait for the copy": (
         lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Snapshots, "hold_update", lambda self: None)),
     "a copy does not wait for the update": (

@@ -25,6 +25,7 @@ from tests.execute.copying import (
     found,
     header_of,
     num_open,
+    pieces,
     process,
     since,
     vector,
@@ -67,7 +68,7 @@ def test_pieces_are_what_slices_of_the_whole_are(data: st.DataObject) -> None:
     wanted = data.draw(boxes(entry.box))
     with TemporaryDirectory() as path:
         folder = write(CopyFolder(Path(path)), header)
-        (piece,) = folder.pieces(header.state, 0, wanted=[(entry.name, entry.kind, wanted)])
+        (piece,) = pieces(folder, header, wanted=[(entry.name, entry.kind, wanted)])
         folder.close()
     raw = contents(header)[entry.start_byte :][: entry.num_bytes]
     whole = np.frombuffer(raw.tobytes(), DTYPES[entry.itemsize]).reshape(entry.box.sizes)
@@ -82,11 +83,11 @@ def test_what_cannot_be_a_copy_is_refused(tmp_path: Path) -> None:
         folder.begin(header_of((1, 0, 0), [(box, 3)]))
     write(folder, header := header_of((1, 0, 0), [(box, 1)]))
     with pytest.raises(ValueError, match="version 1, generation 0 lacks exp_avg of t0"):
-        folder.pieces(header.state, 0, wanted=[("t0", "exp_avg", box)])
+        pieces(folder, header, wanted=[("t0", "exp_avg", box)])
     with pytest.raises(ValueError, match="lacks parameter of t0"):
-        folder.pieces(header.state, 0, wanted=[("t0", "parameter", Box(offsets=(90,), sizes=(11,)))])
+        pieces(folder, header, wanted=[("t0", "parameter", Box(offsets=(90,), sizes=(11,)))])
     with pytest.raises(CopyGoneError, match="no copy of device 1"):
-        folder.pieces(header.state, 1, wanted=[])
+        folder.read(header.state, 1, wanted=[], into=[])
 
 
 @examples(20)
@@ -227,7 +228,7 @@ def test_a_copy_with_a_damaged_head_is_ignored(at: int) -> None:
         file.write_bytes(whole)
         assert found(folder.path) == [(2, 0, 0)]
         with pytest.raises(CopyGoneError):
-            folder.pieces(StateId(version=1, generation=0), 0, wanted=[])
+            folder.read(StateId(version=1, generation=0), 0, wanted=[], into=[])
         folder.close()
 
 
@@ -241,3 +242,13 @@ def test_a_folder_that_was_removed_is_made_anew(tmp_path: Path) -> None:
     assert not unfinished.publish() and num_open(path) == open_files - 1
     write(other, vector(3))
     assert [each.state.version for each in other.headers()] == [3]
+
+
+def test_memory_is_used_again_once_its_reader_is_done(tmp_path: Path) -> None:
+    """Though that has its mapping still."""
+    folder, other = write(CopyFolder(tmp_path), vector(1)), CopyFolder(tmp_path)
+    with other.reading(StateId(version=1, generation=0), 0) as copy:
+        pass
+    folder.drop(since(2))
+    assert len(files(tmp_path)) == 1, "it is kept for the next copy"
+    np.testing.assert_array_equal(copy.buffer, contents(copy.header))

@@ -200,7 +200,7 @@ def test_a_file_in_the_folders_place_fails_the_write(tmp_path: Path) -> None:
 
 def test_without_a_copy_nothing_is_written(tmp_path: Path) -> None:
     copies = write(CopyFolder(tmp_path / "copies"), vector(1))
-    with pytest.raises(CopyMissingError, match=r"no copy of device 1 in .* is held here: its memory was full"):
+    with pytest.raises(CopyMissingError, match=r"no copy of device 1 at .* is held here: its memory was full"):
         write_part(copies, FIRST, numbers=[0, 1], folder=tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from rayfcp.execute.devices import page_locks
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.execute.state import snapshots as snapshot_module
@@ -26,6 +29,8 @@ from rayfcp.execute.state.copies import MAX_SPARE, CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
 from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
 from tests.examples import examples
+from tests.execute.copying import pieces
+from tests.execute.fake_cudart import PAGE, Cudart
 from tests.waiting import until
 
 STATE = StateId(version=3, generation=1)
@@ -62,8 +67,8 @@ def taken(
 
 
 def source(copies: CopyFolder, header: ShardHeader) -> Source:
-    ask = partial(copies.pieces, header.state, header.number)
-    return Source(header=header, pieces=lambda wanted: ask(wanted=wanted))
+    read = partial(copies.read, header.state, header.number)
+    return Source(header=header, read=lambda wanted, into: read(wanted=wanted, into=into))
 
 
 def rows_of(copies: CopyFolder, header: ShardHeader, *, number: int, keep: tuple[int, int]) -> Source:
@@ -72,7 +77,7 @@ def rows_of(copies: CopyFolder, header: ShardHeader, *, number: int, keep: tuple
     entries, parts, at = [], [], 0
     for entry in header.entries:
         box = Box(offsets=(start, *entry.box.offsets[1:]), sizes=(stop - start, *entry.box.sizes[1:]))
-        (piece,) = copies.pieces(header.state, 0, wanted=[(entry.name, entry.kind, box)])
+        (piece,) = pieces(copies, header, wanted=[(entry.name, entry.kind, box)])
         parts.append(piece.reshape(-1).view(np.uint8))
         entries.append(ShardEntry(name=entry.name, kind=entry.kind, box=box, dtype=entry.dtype, start_byte=at))
         at += entries[-1].num_bytes
@@ -191,8 +196,9 @@ class Streams:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
-    backend = SimpleNamespace(streams=found, allocate_host=lambda size: np.empty(size, np.uint8))
-    monkeypatch.setattr(snapshot_module, "backend_of", lambda _: backend)
+    allocate = partial(np.empty, dtype=np.uint8)
+    found.backend = SimpleNamespace(streams=found, allocate_host=allocate, page_locks=None)
+    monkeypatch.setattr(snapshot_module, "backend_of", lambda _: found.backend)
     monkeypatch.setattr(snapshot_module, "BOUNCE_BYTES", 24)
     return found
 
@@ -210,9 +216,65 @@ def test_a_thread_copies_what_the_host_would(
         one, other = copies.headers()
         wanted = [(entry.name, entry.kind, entry.box) for entry in one.entries]
         assert one.entries == other.entries and one.scalars == other.scalars
-        for a, b in zip(*(copies.pieces(each.state, 0, wanted=wanted) for each in (one, other)), strict=True):
+        for a, b in zip(*(pieces(copies, each, wanted=wanted) for each in (one, other)), strict=True):
             np.testing.assert_array_equal(a, b)
+        other_model = make(seed=1, steps=0, dtype=dtype)
+        fill(*other_model, sources=[source(copies, one)])
+        assert_same(model, other_model)
     assert {each.rpartition("_")[0] for each in streams.threads} == {"snapshots"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_device_copies_straight_into_files_that_are_registered(
+    dtype: torch.dtype, streams: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before, and no part of it into two registrations; tensors are of several pages."""
+    monkeypatch.setattr(page_locks, "PIECE_BYTES", PAGE)
+    runtime, copy_ = Cudart(), torch.Tensor.copy_
+    locks = streams.backend.page_locks = PageLocks(lambda: runtime)
+    num_straight = 0
+
+    def checked(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        nonlocal num_straight
+        if non_blocking and locks.cuts(target.view(torch.uint8).numpy()) is not None:
+            runtime.check_copy(target)
+            num_straight += 1
+        return copy_(target, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", checked)
+    module = nn.Sequential(nn.Linear(130, 70), nn.Linear(3, 3)).to(dtype)
+    optimizer = torch.optim.AdamW(module.parameters())
+    copies = CopyFolder(tmp_path, page_locks=locks)
+    runtime.may_register.clear()
+    for version in (1, 2):
+        taken(module, optimizer, copies=copies, state=replace(STATE, version=version))
+        assert (num_straight > 4) == (version == 2), "five parts, of which one is cut"
+        runtime.may_register.set()
+        copies.drop(KeptStates(since=replace(STATE, version=2)))
+        until(lambda: sum(stop - start for start, stop in runtime.ranges.items()) >= copies.num_bytes)
+    other = nn.Sequential(nn.Linear(130, 70), nn.Linear(3, 3)).to(dtype)
+    (header,) = copies.headers()
+    fill(other, torch.optim.AdamW(other.parameters()), sources=[source(copies, header)])
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    copies.close()
+    assert not runtime.ranges
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_parts_of_tensors_take_their_bytes_in_order(is_host: bool, dtype: torch.dtype, streams: Streams) -> None:
+    """Rows, columns, a scalar; nothing beside them changes."""
+    with nullcontext() if not is_host else pytest.MonkeyPatch.context() as patch:
+        if patch is not None:
+            patch.setattr(snapshot_module, "backend_of", lambda _: SimpleNamespace(streams=None))
+        for part in (np.s_[:], np.s_[2:5], np.s_[:, 3:], np.s_[1:7:2, :3], np.s_[4, 2]):
+            whole = torch.zeros(8, 5, dtype=dtype)
+            wanted = torch.arange(whole[part].numel()).add(1).to(dtype).reshape(whole[part].shape)
+            data = wanted.reshape(-1).view(torch.uint8).numpy()
+            for buffer in snapshot_module._host_memory(whole[part]):
+                buffer[:], data = data[: len(buffer)], data[len(buffer) :]
+            assert len(data) == 0 and torch.equal(whole[part], wanted)
+            assert whole.count_nonzero() == wanted.numel()
 
 
 def test_a_copy_is_there_only_once_the_thread_has_made_it(streams: Streams, folders: Iterator[CopyFolder]) -> None:

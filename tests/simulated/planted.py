@@ -7,8 +7,8 @@ Each is a fault that the project's history mended (the commit stands beside it) 
 
 import fcntl
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
-from rayfcp.elastic.recoverable import CopiedStates
+from rayfcp.elastic.recoverable import CopiedStates, RecoverableState, ShardCopy
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.values import KeptStates, StateId
@@ -77,20 +77,14 @@ def _mixed_versions() -> AbstractContextManager[Any]:
     """One shard is filled from a copy of another version than the rest."""
     import rayfcp.cluster.recovery.stores as stores
 
-    newest_state, source = SnapshotStores.newest_state, stores.ShardCopy
-    copies: list[Any] = []
+    newest = stores.newest
 
-    def made(**fields: Any) -> Any:
-        copies.append(source(**fields))
-        return copies[-1]
-
-    def mixed(self: SnapshotStores, members: Any, *, up_to: int) -> Any:
-        copies.clear()
-        found = newest_state(self, members, up_to=up_to)
-        others = [each for each in copies if each.header.number == 0 and each.header.state != found.state]
+    def mixed(held: Sequence[ShardCopy], **given: Any) -> RecoverableState:
+        found = newest(held, **given)
+        others = [each for each in held if each.header.number == 0 and each.header.state != found.state]
         return replace(found, copies=(others[0], *found.copies[1:])) if others and found.copies else found
 
-    return _all(patch.object(stores, "ShardCopy", made), patch.object(SnapshotStores, "newest_state", mixed))
+    return patch.object(stores, "newest", mixed)
 
 
 def _committed_early() -> AbstractContextManager[Any]:
@@ -267,7 +261,7 @@ def _dead_members() -> AbstractContextManager[Any]:
 
 def _gone_copy_ends_run() -> AbstractContextManager[Any]:
     """A copy that goes while it is read counts as an error of the program (found by this simulation)."""
-    return patch("tests.simulated.workers.reading", lambda _: nullcontext())
+    return patch("rayfcp.execute.state.copies.CopyGoneError", LookupError)
 
 
 def _planner_not_asked_again() -> AbstractContextManager[Any]:

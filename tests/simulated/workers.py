@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rayfcp.cluster.runtime import CallError
+from rayfcp.cluster.recovery.transfer import Peer
 from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
@@ -20,8 +20,7 @@ from rayfcp.execute.reports import (
     Joined,
     find_damage,
 )
-from rayfcp.execute.state.copies import reading
-from rayfcp.values import GlobalBatch, KeptStates, ShardHeader, Span, SpanKind, StateId
+from rayfcp.values import GlobalBatch, KeptStates, Span, SpanKind, StateId
 from rayfcp.values.state import ALL_STATES, Box
 from tests.simulated import state as states
 from tests.simulated.planners import Program
@@ -182,11 +181,12 @@ class SimulatedWorker:
             self._later(lambda: pending.settle(error=CollectiveFailedError("aborted")))
         return None
 
-    def headers(self) -> tuple[ShardHeader, ...]:
-        return () if self._facts is None else self._copies.headers()
-
-    def pieces(self, state: StateId, number: int, *, wanted: Any) -> list[Any]:
-        return self._copies.pieces(state, number, wanted=wanted)
+    def shard_copies(self) -> tuple[ShardCopy, ...]:
+        if self._facts is None:
+            return ()
+        peer = Peer(host="", port=self.actor.process.pid, token=b"")
+        found = self._copies.headers()
+        return tuple(ShardCopy(header=each, peer=peer, node_id=self._facts.node_id) for each in found)
 
     def drop_copies(self, up_to: int) -> None:
         if self._facts is not None:
@@ -414,18 +414,21 @@ class SimulatedWorker:
                     rest.append((begin, end))
                     continue
                 box = Box(offsets=(a,), sizes=(b - a,))
-                found[a - start : b - start] = self._read(source, box)
+                self._read(source, box, found[a - start : b - start])
                 rest += [each for each in ((begin, a), (b, end)) if each[0] < each[1]]
         return rest
 
-    def _read(self, source: ShardCopy, box: Box) -> Any:
-        header, holder, copies = source.header, source.holder.actor, self._copies
+    def _read(self, source: ShardCopy, box: Box, target: "states.Shard") -> None:
+        """Read a part from this node's memory, or from a peer; that may die in the middle of it."""
+        header, copies = source.header, self._copies
+        wanted, into = [(states.NAME, states.KIND, box)], target.view(np.uint8)
         if source.node_id != self.actor.process.node or not copies.has(header.state, header.number):
-            if not holder.process.alive or holder.process.frozen or holder.instance is None:
-                raise CallError(f"{holder.process.label} does not give its copy")
-            copies = holder.instance
-        with reading(header):
-            return copies.pieces(header.state, header.number, wanted=[(states.NAME, states.KIND, box)])[0]
+            peer = next(actor for actor in self.world.actors if actor.process.pid == source.peer.port)
+            if not peer.process.alive or peer.process.frozen or peer.instance is None:
+                target[: len(target) // 2] = 0
+                raise CollectiveFailedError(f"{peer.process.label} does not give its copy")
+            copies = peer.instance._copies
+        copies.read(header.state, header.number, wanted=wanted, into=[[into]])
 
     def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> DeviceReport:
         assert self.shard is not None and self.generation is not None

@@ -304,7 +304,11 @@ def expected_losses(facts: Facts) -> Findings:
         devices_per_node=per_node,
         is_host=_device(facts).is_host,
     )
-    chosen = choose(costs, rates, num_devices=num_devices) if every == AUTO else Intervals.fixed(int(every))
+    chosen = (
+        choose(costs, rates, num_devices=num_devices)
+        if every == AUTO
+        else Intervals.fixed(int(every), away_s=costs.away_s or 0.0, step_s=step_s, is_host=_device(facts).is_host)
+    )
     lost = lost_with_copies(costs, rates, intervals=chosen, num_devices=num_devices, devices_per_node=per_node)
     away = f", every {counted(chosen.send, 'step')} to another node" if costs.away_s is not None else ""
     yield ok(

@@ -17,7 +17,7 @@ from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import KeptStates, StateId
-from rayfcp.values.devices import AUTO
+from rayfcp.values.devices import AUTO, DEVICES
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ class Replication:
         self._taken = version
         self._pushes: list[Any] = []
         self._sent_s: list[float] = []
+        self._is_host = DEVICES[cluster_state.device].is_host
         self.send_s = 0.0
         """Seconds that it took to send the last state to other nodes."""
-        every = config.elastic.snapshot_every_steps
-        self._is_auto = every == AUTO
-        self.intervals = Intervals.fixed(1 if every == AUTO else int(every))
+        self._is_auto = config.elastic.snapshot_every_steps == AUTO
+        self.intervals = self._fixed()
         self._rates, self._num_steps = LossRates(), 0
         self._step_s, self._copy_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
         self._log, self._metrics = log, metrics
@@ -199,8 +199,16 @@ class Replication:
         copy_s = max(each.snapshot_s for each in devices)
         if copy_s > 0:  # not all steps copy
             self._copy_s.append(copy_s)
-        if self._is_auto and (self._num_steps == FIRST or self._num_steps % REMEMBERED == 0):
-            self._choose()
+        if self._num_steps == FIRST or self._num_steps % REMEMBERED == 0:
+            if self._is_auto:
+                self._choose()
+            else:
+                self.intervals = self._fixed(step_s=statistics.median(self._step_s))
+
+    def _fixed(self, *, step_s: float = 1.0) -> Intervals:
+        """Intervals that nothing measured chooses, but when copies are sent."""
+        every, is_host = 1 if self._is_auto else int(self._elastic.snapshot_every_steps), self._is_host
+        return Intervals.fixed(every, away_s=self.send_s, step_s=step_s, is_host=is_host)
 
     def _choose(self) -> None:
         costs = CopyCosts(

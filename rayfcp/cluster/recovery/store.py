@@ -12,25 +12,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 
 from rayfcp.cluster.recovery.transfer import Listener, Peer, send_copies
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config
+from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import SavedPart
-from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder, remove_abandoned
+from rayfcp.execute.state.copies import CopyFolder, copies_folder, remove_abandoned
 from rayfcp.execute.state.saving import write_part
-from rayfcp.values import KeptStates, ShardHeader, StateId
-
-if TYPE_CHECKING:
-    import numpy as np
+from rayfcp.values import KeptStates, StateId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFacts:
-    """A store's node, and where it receives copies."""
+    """A store's node, and where it receives copies and gives them."""
 
     node_id: str
     peer: Peer
@@ -51,7 +48,7 @@ class SnapshotStore:
         self._opened: tuple[CopyFolder, StoreFacts] | None = None
 
     def open(self) -> StoreFacts:
-        """Return where it is; begins to receive copies."""
+        """Return where it is; begins to receive copies and to give them."""
         self._watch.on_call()
         with self._lock:
             if self._opened is None:
@@ -78,16 +75,12 @@ class SnapshotStore:
         self._watch.on_call()
         return self._copies.num_bytes
 
-    def headers(self) -> tuple[ShardHeader, ...]:
-        """Headers of the copies on this node, those of dead processes on the same machine included."""
+    def shard_copies(self) -> tuple[ShardCopy, ...]:
+        """The copies on this node, those of dead processes on the same machine included; read from this process."""
         self._watch.on_call()
-        self._copies.adopt()
-        return self._copies.headers()
-
-    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
-        """Parts of a copy; see `HeldCopy.pieces`."""
-        self._watch.on_call()
-        return self._copies.pieces(state, number, wanted=wanted)
+        copies, facts = self._copies, self.open()
+        copies.adopt()
+        return tuple(ShardCopy(header=each, peer=facts.peer, node_id=facts.node_id) for each in copies.headers())
 
     def push(self, state: StateId, numbers: Sequence[int], *, to: Peer) -> float:
         """Send the copies of these devices to another store; return how many seconds that took.

@@ -125,25 +125,25 @@ class SnapshotStores:
         self._start(sorted(silent))
         holders = [(node, store) for node, store in self.stores.items() if node in silent]
         holders += [(member.facts.node_id, member.handle) for member in members if member.facts.node_id in silent]
-        asked = {holder.headers.remote(): (node, holder) for node, holder in holders}
+        asked = {holder.shard_copies.remote(): (node, holder) for node, holder in holders}
         copies: list[ShardCopy] = []
         end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
         while silent and self._runtime.now_s() < end_s:
             for ref in self._runtime.wait(list(asked), timeout_s=LOOK_S):
                 node, holder = asked.pop(ref)
                 try:
-                    headers = self._runtime.get(ref)
+                    found = self._runtime.get(ref)
                 except CallError:
                     if holder is self.stores.get(node):
                         self.forget(node)
                     continue
                 if node in silent:
                     silent.discard(node)
-                    copies += [ShardCopy(header=header, holder=holder, node_id=node) for header in headers]
+                    copies += found
             silent &= self._runtime.nodes().alive
             for node in sorted(silent - {each for each, _ in asked.values()}):  # all of its processes are dead
                 self._start([node])
-                asked[self.stores[node].headers.remote()] = (node, self.stores[node])
+                asked[self.stores[node].shard_copies.remote()] = (node, self.stores[node])
         for node in sorted(silent & self.stores.keys()):
             logger.warning("the snapshot store on %s does not answer", node)
             self.forget(node)

@@ -5,29 +5,29 @@ Driver and controller only name the class; its instances import torch and the mo
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
 from rayfcp.cluster.planning.out_of_memory import out_of_memory, step_of
+from rayfcp.cluster.recovery.transfer import Listener, read_copy
 from rayfcp.cluster.workers.environment import host_facts, set_environment, use_interface
 from rayfcp.cluster.workers.facts import DeviceFacts, HostFacts, Rendezvous
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
-from rayfcp.execute.state.copies import CopyFolder, Wanted, copies_folder
+from rayfcp.execute.state.copies import CopyFolder, Into, Wanted, copies_folder
 from rayfcp.program import Programs
-from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, ShardHeader, StateId
+from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, StateId
 from rayfcp.values.state import ALL_STATES
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -50,6 +50,8 @@ class DeviceWorker:
         self._config, self._data_dir, self._vocab_size, self._worker_id = config, data_dir, vocab_size, worker_id
         self._facts: DeviceFacts | None = None
         self._watch = OrphanWatch(config.elastic.orphan_s)
+        self._lock = threading.Lock()
+        self._listener: Listener | None = None
 
     def warm(self) -> None:
         """Import all that a worker needs, so that `open` and `join` take no time for it; touches no device."""
@@ -85,12 +87,12 @@ class DeviceWorker:
         kernel = pick_kernel(self._config.cluster.device, sm_margin=self._config.cluster.communication_sms)
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
-        self._copies = self._open_copies(context.get_node_id())
+        backend = backend_of(self._device)
+        self._copies = self._open_copies(context.get_node_id(), page_locks=backend.page_locks)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir, copies=self._copies)
         self._compiled = runs_compiled(self._config, vocab_size=self._vocab_size, device=self._device, kernel=kernel)
         gc.collect()
         gc.freeze()  # imported modules: garbage collection is part of each recovery
-        backend = backend_of(self._device)
         accelerators = [id for ids in granted.values() for id in ids]
         self._facts = DeviceFacts(
             node_id=context.get_node_id(),
@@ -104,11 +106,12 @@ class DeviceWorker:
         )
         return self._facts
 
-    def _open_copies(self, node_id: str) -> CopyFolder | None:
+    def _open_copies(self, node_id: str, *, page_locks: PageLocks | None = None) -> CopyFolder | None:
         if not self._copies_name:
             return None
         try:
-            return CopyFolder(copies_folder(self._config.elastic.snapshot_dir, run=self._copies_name, node=node_id))
+            path = copies_folder(self._config.elastic.snapshot_dir, run=self._copies_name, node=node_id)
+            return CopyFolder(path, page_locks=page_locks)
         except OSError as error:
             raise ConfigError(
                 f"elastic.snapshot_dir is {self._config.elastic.snapshot_dir}, where copies of the state cannot be "
@@ -150,19 +153,18 @@ class DeviceWorker:
             self._engine.abort()
 
     @copies
-    def headers(self) -> tuple[ShardHeader, ...]:
-        """Headers of all copies on this node, those of dead processes on the same machine included."""
+    def shard_copies(self) -> tuple[ShardCopy, ...]:
+        """All copies on this node, those of dead processes on the same machine included; read from this process."""
         self._watch.on_call()
         if self._facts is None or self._copies is None:
             return ()
+        with self._lock:
+            if self._listener is None:
+                host, patience_s = ray.util.get_node_ip_address(), self._config.elastic.hang_min_s
+                self._listener = Listener(self._copies, host=host, patience_s=patience_s)
         self._copies.adopt()
-        return self._copies.headers()
-
-    @copies
-    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
-        """Parts of a copy; see `HeldCopy.pieces`."""
-        assert self._copies is not None, "copies are made"
-        return self._copies.pieces(state, number, wanted=wanted)
+        peer, node_id = self._listener.peer, self._facts.node_id
+        return tuple(ShardCopy(header=each, peer=peer, node_id=node_id) for each in self._copies.headers())
 
     def idle(self) -> bool:
         """Return True once the main thread is free."""
@@ -222,21 +224,21 @@ class DeviceWorker:
 
         Raises:
             ValueError: something is missing, duplicated, or of another model.
-            CollectiveFailedError: a copy is gone from where it was.
+            CollectiveFailedError: a copy is gone from where it was, or its node cannot be reached.
         """
         from rayfcp.execute.state import snapshots
 
         assert self._facts is not None, "the device is open"
-        node_id = self._facts.node_id
+        node_id, patience_s = self._facts.node_id, self._config.elastic.hang_min_s
 
-        def pieces_of(source: ShardCopy) -> "Callable[[Sequence[Wanted]], Sequence[np.ndarray]]":
-            header, copies = source.header, self._copies
-            if source.node_id == node_id and copies is not None and copies.has(header.state, header.number):
-                return lambda wanted: copies.pieces(header.state, header.number, wanted=wanted)
-            return lambda wanted: ray.get(source.holder.pieces.remote(header.state, header.number, wanted=wanted))
+        def read_of(copy: ShardCopy) -> Callable[[Sequence[Wanted], Sequence[Into]], None]:
+            header, copies = copy.header, self._copies
+            if copy.node_id == node_id and copies is not None and copies.has(header.state, header.number):
+                return lambda wanted, into: copies.read(header.state, header.number, wanted=wanted, into=into)
+            return lambda wanted, into: read_copy(copy, wanted=wanted, into=into, patience_s=patience_s)
 
         own_first = sorted(sources, key=lambda each: each.node_id != node_id)
-        self._engine.fill([snapshots.Source(header=each.header, pieces=pieces_of(each)) for each in own_first])
+        self._engine.fill([snapshots.Source(header=each.header, read=read_of(each)) for each in own_first])
 
     def take_snapshot(self, state: StateId) -> StateId | None:
         """Copy the current state; return the newest state with a complete copy."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.config import ConfigError
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo
 
 if TYPE_CHECKING:
@@ -135,6 +136,11 @@ class DeviceBackend:
         """Host memory, uint8, for copies of the device's memory. Pinned on accelerators: only then do copies run beside
         computation."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.streams is not None).numpy()
+
+    @property
+    def page_locks(self) -> PageLocks | None:
+        """Locks on pages of files, with which the device copies there by itself; None where it cannot."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done."""

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, LossKernel, MergeKernel, Pairs, padded
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
-from rayfcp.values.devices import CUDA
+from rayfcp.values.devices import CUDA, DeviceInfo
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,18 @@ def _in_triton(name: str) -> Any | None:
     return module if module.agrees("cuda") else None
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
 
     compiles = True
+
+    def __init__(self, info: DeviceInfo) -> None:
+        super().__init__(info)
+        self._page_locks = PageLocks(_runtime)
 
     def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:
         if not torch.cuda.is_available():
@@ -132,7 +141,7 @@ class CudaBackend(DeviceBackend):
         """See `DeviceBackend`. Registered rather than allocated by torch, which rounds up to a power of two."""
         buffer = np.empty(num_bytes, np.uint8)
         if num_bytes and self.is_available():
-            runtime, address = torch.cuda.cudart(), buffer.ctypes.data
+            runtime, address = _runtime(), buffer.ctypes.data
             error = int(runtime.cudaHostRegister(address, num_bytes, 0))
             if error:
                 logger.warning(
@@ -141,6 +150,10 @@ class CudaBackend(DeviceBackend):
             else:
                 weakref.finalize(buffer, runtime.cudaHostUnregister, address)
         return buffer
+
+    @property
+    def page_locks(self) -> PageLocks | None:
+        return self._page_locks if self.is_available() else None
 
     def group_options(self, *, communication_sms: int, communicators: int) -> Any:
         """Messages run in a stream of high priority, so that their blocks start as soon as a multiprocessor is free, on

@@ -21,7 +21,7 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values.state import ITEMSIZES, Box, KeptStates, ShardEntry, ShardHeader, StateId
 
@@ -53,19 +54,13 @@ _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Buffer = np.ndarray[Any, Any]
 
+Into = Iterable[Buffer]
+"""Memory (uint8) for the bytes of one part, in row-major order: buffer after buffer, each full before the next one is
+taken."""
 
-class CopyGoneError(LookupError):
+
+class CopyGoneError(CollectiveFailedError):
     """A requested copy is not there any more: states are dropped while others look for them."""
-
-
-@contextmanager
-def reading(header: ShardHeader) -> Iterator[None]:
-    """Context for reading pieces of a copy, in this or another process; a CollectiveFailedError if the copy is gone. It
-    was dropped for a newer one then, and others may hold the pieces."""
-    try:
-        yield
-    except CopyGoneError as error:
-        raise CollectiveFailedError(f"a copy was dropped while it was read: no {label(header)}") from error
 
 
 @dataclass(slots=True)
@@ -119,21 +114,27 @@ class HeldCopy:
     head: bytes
     buffer: Buffer
 
-    def pieces(self, wanted: Sequence[Wanted]) -> list[Buffer]:
-        """Each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned integers
-        of the elements' size."""
+    def pieces(self, wanted: Sequence[Wanted]) -> Iterator[Buffer]:
+        """Yield each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned
+        integers of the elements' size; memory of the copy where that is contiguous."""
         entries: dict[tuple[str, str], list[ShardEntry]] = defaultdict(list)
         for entry in self.header.entries:
             entries[entry.name, entry.kind].append(entry)
-        return [self._piece(entries[name, kind], name, kind, box=box) for name, kind, box in wanted]
+        for name, kind, box in wanted:
+            yield self._piece(entries[name, kind], name, kind, box=box)
 
     def _piece(self, entries: Sequence[ShardEntry], name: str, kind: str, *, box: Box) -> Buffer:
         for entry in entries:
             if entry.box.meet(box) == box:
-                raw = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
-                whole = raw.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
-                return np.array(whole[slices_of(box, within=entry.box)], order="C")
+                found = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
+                whole = found.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
+                return np.asarray(whole[slices_of(box, within=entry.box)], order="C")
         raise ValueError(f"{label(self.header)} lacks {kind} of {name} at {box}; request parts of its entries")
+
+
+def raw(piece: Buffer) -> Buffer:
+    """The bytes of a contiguous array."""
+    return piece.reshape(-1).view(np.uint8)
 
 
 def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
@@ -159,10 +160,11 @@ def copies_folder(parent: str, *, run: str, node: str) -> Path:
 
 
 class CopyFolder:
-    """The copies of a run on a node, by (state, device number), as one process sees them; thread-safe."""
+    """The copies of a run on a node, by (state, device number), as one process sees them; thread-safe. `page_locks`:
+    of the device whose state this process copies."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, page_locks: PageLocks | None = None) -> None:
+        self.path, self._page_locks = path, page_locks
         self._lock_fd = _join(path)
         self._lock = threading.RLock()
         self._own: dict[str, _File] = {}
@@ -205,7 +207,7 @@ class CopyFolder:
     @contextmanager
     def reading(self, state: StateId, number: int) -> Iterator[HeldCopy]:
         """Context of a copy that is read; a CopyGoneError if it is not there."""
-        gone = CopyGoneError(f"no copy of device {number} in {state} is held here")
+        gone = CopyGoneError(f"no {_label(state, number)} is held here")
         try:
             fd = os.open(self.path / _name(state, number), os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -222,12 +224,17 @@ class CopyFolder:
             data_start = len(mapping) - header.num_bytes
             yield HeldCopy(header, mapping[:data_start], np.frombuffer(mapping, np.uint8)[data_start:])
         finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own, and may live on
             os.close(fd)
 
-    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[Buffer]:
-        """Parts of a copy; see `HeldCopy.pieces`. A CopyGoneError if it is not there."""
+    def read(self, state: StateId, number: int, *, wanted: Sequence[Wanted], into: Sequence[Into]) -> None:
+        """Fill memory with parts of a copy; see `HeldCopy.pieces`. A CopyGoneError if it is not there."""
         with self.reading(state, number) as copy:
-            return copy.pieces(wanted)
+            for piece, buffers in zip(copy.pieces(wanted), into, strict=True):
+                data, at = raw(piece), 0
+                for buffer in buffers:
+                    buffer[:] = data[at : at + len(buffer)]
+                    at += len(buffer)
 
     def drop(self, kept: KeptStates, *, of_dead: bool = False) -> None:
         """Drop copies of all other states that this process wrote; with `of_dead` also those whose writers are dead,
@@ -271,7 +278,7 @@ class CopyFolder:
         """Leave the folder with its copies, as by the end of the process."""
         with self._lock:
             for file in [*self._own.values(), *self._spare]:
-                os.close(file.fd)
+                self._close(file)
             self._own, self._spare = {}, []
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
@@ -325,7 +332,15 @@ class CopyFolder:
             os.close(fd)
             (self.path / name).unlink(missing_ok=True)
             raise
+        if self._page_locks is not None:
+            self._page_locks.add(np.frombuffer(mapping, np.uint8))
         return _File(name, fd, mapping, data_start)
+
+    def _close(self, file: _File) -> None:
+        """Leave a file, which is unmapped once nobody uses its memory."""
+        if self._page_locks is not None:
+            self._page_locks.remove(np.frombuffer(file.mapping, np.uint8))
+        os.close(file.fd)
 
     def _make(self) -> tuple[str, int]:
         """Name and descriptor of a new file, which is locked."""
@@ -346,7 +361,7 @@ class CopyFolder:
             (self.path / file.name).rename(self.path / name)
             replaced = self._own.pop(name, None)
             if replaced is not None:
-                os.close(replaced.fd)
+                self._close(replaced)
             file.name = name
             self._own[name] = file
 
@@ -354,7 +369,7 @@ class CopyFolder:
         """Keep a file for a new copy, rather than the oldest that is kept, unless it is read or was removed."""
         with self._lock:
             if os.fstat(file.fd).st_nlink == 0:  # its name may be that of another file
-                os.close(file.fd)
+                self._close(file)
                 return
             with suppress(OSError):  # it is read, or gone with the folder
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -370,7 +385,7 @@ class CopyFolder:
     def _give_back(self, file: _File) -> None:
         """Remove a file of which there is no copy."""
         (self.path / file.name).unlink(missing_ok=True)
-        os.close(file.fd)
+        self._close(file)
 
 
 def remove_abandoned(own: Path, *, age_s: float = ABANDONED_S) -> None:
@@ -387,8 +402,11 @@ def remove_abandoned(own: Path, *, age_s: float = ABANDONED_S) -> None:
 
 
 def label(header: ShardHeader) -> str:
-    state = header.state
-    return f"copy of device {header.number} at version {state.version}, generation {state.generation}"
+    return _label(header.state, header.number)
+
+
+def _label(state: StateId, number: int) -> str:
+    return f"copy of device {number} at version {state.version}, generation {state.generation}"
 
 
 def _join(path: Path) -> int:

@@ -8,9 +8,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,7 @@ from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.optimization import owns
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.sharding import StageModule, local_shard
-from rayfcp.execute.state.copies import CopyFolder, NewCopy, Wanted, reading, slices_of
+from rayfcp.execute.state.copies import Buffer, CopyFolder, Into, NewCopy, Wanted, slices_of
 from rayfcp.values.state import BUFFER, PARAMETER, Box, ShardEntry, ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -91,18 +92,20 @@ def own_box(parameter: Tensor) -> Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A copy of one device's shard, local or remote. `pieces` is `CopyFolder.pieces` of this copy."""
+    """A copy of one device's shard, local or remote. `read(wanted, into)` is `CopyFolder.read` of this copy; it raises
+    a CollectiveFailedError if the copy is gone, or cannot be reached."""
 
     header: ShardHeader
-    pieces: Callable[[Sequence[Wanted]], Sequence[np.ndarray[Any, Any]]]
+    read: Callable[[Sequence[Wanted], Sequence[Into]], None]
 
 
 class Snapshots:
     """Copies a sharded module and its optimizer to a folder in shared memory, between two updates.
 
-    On accelerators a copy is made during the next step, by a thread and on a stream of its own, through pinned buffers:
-    the files are not pinned. That stream waits for the update before it, and the next update waits for the copy
-    (`hold_update`): the parameters must not change under it.
+    On accelerators a copy is made during the next step, by a thread and on a stream of its own: straight into the file
+    once that is page-locked (`DeviceBackend.page_locks`), before and elsewhere through pinned buffers. That stream
+    waits for the update before it, and the next update waits for the copy (`hold_update`): the parameters must not
+    change under it.
 
     `copied`: the newest state whose copy is complete. `seconds`: time that steps spent here since the caller last
     reset it.
@@ -204,7 +207,9 @@ class Snapshots:
             self._bounces = [torch.from_numpy(backend.allocate_host(BOUNCE_BYTES)) for _ in range(2)]
         updated = streams.Event()
         updated.record(streams.current_stream())
-        copied = self._thread.submit(self._bounce, pairs, updated, streams)
+        cuts = backend.page_locks.cuts(new.buffer) if backend.page_locks is not None else None
+        copy = self._bounce if cuts is None else partial(self._straight, cuts=cuts)
+        copied = self._thread.submit(copy, pairs, updated, streams)
         with self._lock:
             self._pending = new, copied
         self._thread.submit(self._settle_later, copied)
@@ -235,6 +240,22 @@ class Snapshots:
                     filled.append((target, bounce, event))
             while filled:
                 empty()
+
+    @torch.no_grad()
+    def _straight(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], updated: Any, streams: Any, *, cuts: Sequence[int]
+    ) -> None:
+        """Copy into page-locked memory, no part across any of its `cuts`."""
+        with streams.stream(self._stream):
+            self._stream.wait_event(updated)
+            for view, tensor in pairs:
+                source, first = tensor.detach().reshape(-1), view.storage_offset()
+                inner = [cut // view.element_size() - first for cut in cuts]
+                for start, stop in pairwise([0, *(at for at in inner if 0 < at < len(view)), len(view)]):
+                    view[start:stop].copy_(source[start:stop], non_blocking=True)
+            copied = streams.Event()
+            copied.record(self._stream)
+        copied.synchronize()
 
     def settle(self) -> None:
         """Wait until the last copy is complete. Any thread may call it; a RuntimeError if the accelerator was stopped
@@ -290,7 +311,7 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
 
     Raises:
         ValueError: the copies are of different states, or do not cover each element exactly once.
-        CollectiveFailedError: a copy was dropped meanwhile; the model's contents are no state then.
+        CollectiveFailedError: a copy could not be read; the model's contents are no state then.
     """
     states = {source.header.state for source in sources}
     if len(states) != 1:
@@ -307,17 +328,32 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
         for at, box in _cover(part, held.get((part.name, part.kind), {})):
             requests[at].append((part, box))
     with ThreadPoolExecutor(max_workers=max(1, min(8, len(requests)))) as pool:
-        pending = {
-            at: pool.submit(sources[at].pieces, [(part.name, part.kind, box) for part, box in wanted])
-            for at, wanted in requests.items()
-        }
-        for at, wanted in requests.items():
-            with reading(sources[at].header):
-                pieces = pending[at].result()
-            for (part, box), piece in zip(wanted, pieces, strict=True):
-                target = part.tensor[slices_of(box, within=part.box)]
-                flat = torch.from_numpy(np.require(piece.reshape(-1), requirements="W").view(np.uint8))
-                target.copy_(flat.view(part.tensor.dtype).view(target.shape))
+        for each in [pool.submit(_take_up, sources[at], parts) for at, parts in requests.items()]:
+            each.result()
+
+
+@torch.no_grad()
+def _take_up(source: Source, parts: Sequence[tuple[ShardTensor, Box]]) -> None:
+    """Read parts of tensors from a copy."""
+    targets = [part.tensor[slices_of(box, within=part.box)] for part, box in parts]
+    source.read([(part.name, part.kind, box) for part, box in parts], [_host_memory(target) for target in targets])
+
+
+def _host_memory(target: Tensor) -> Iterator[Buffer]:
+    """Memory of the host for the contents of a tensor: its own where its elements lie in row-major order, else other,
+    from where they are copied. Little of that for accelerators' tensors, buffer after buffer."""
+    flat = target.reshape(-1) if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype).reshape(-1)
+    if backend_of(flat.device).streams is None:
+        yield flat.view(torch.uint8).numpy()
+    else:
+        most = BOUNCE_BYTES // flat.element_size()
+        bounce = torch.empty(min(len(flat), most), dtype=flat.dtype)
+        for start in range(0, len(flat), most):
+            part = flat[start : start + most]
+            yield bounce[: len(part)].view(torch.uint8).numpy()
+            part.copy_(bounce[: len(part)])
+    if not target.is_contiguous():
+        target.copy_(flat.view(target.shape))
 
 
 _Holder = tuple[int, int]
