@@ -22,10 +22,10 @@ def _now() -> Section:
 def _plan_times() -> tuple[Panel, ...]:
     return (
         number(
-            "Plan time",
-            Line(expr=of("plan_seconds")),
+            "Prepare time",
+            Line(expr=of("prepare_seconds")),
             unit="s",
-            about="From lengths to plan, on a planner, for the last step.",
+            about="From lengths to serialized programs, on a planner, for the last step.",
             width=4,
         ),
         number(
@@ -82,9 +82,10 @@ def _time() -> Section:
             chart(
                 "Planning beside training",
                 Line(expr=of("plan_seconds"), legend="{{run}} plan"),
+                Line(expr=of("prepare_seconds"), legend="{{run}} programs"),
                 Line(expr=of("step_seconds"), legend="{{run}} step"),
                 unit="s",
-                about="Planners work ahead: a plan may take as many steps as plan.lookahead_steps says.",
+                about="Planners work ahead: programs may take as many steps as plan.lookahead_steps says.",
             ),
             chart(
                 "Waiting for plans",

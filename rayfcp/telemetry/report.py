@@ -23,7 +23,7 @@ from rayfcp.telemetry.page import Chart, data_script, figure, html_page, table
 from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.telemetry.summary import RunSummary, counted, number, percent, seconds, summarize
+from rayfcp.telemetry.summary import RunSummary, counted, number, percent, prepared_text, seconds, summarize
 from rayfcp.telemetry.trace import PREDICTED, timeline_chart
 from rayfcp.values import StepReport
 
@@ -122,7 +122,7 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
         ("step", "Step time", seconds(summary.step_s), f"median; {off}"),
         ("imbalance", "Compute imbalance", percent(summary.compute_imbalance), f"mean; {balance}"),
         ("degree", "Mean CP degree", number(summary.mean_degree), "ranks per group, averaged over ranks"),
-        ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {blocked}"),
+        ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {prepared_text(summary)}; {blocked}"),
         ("devices", "Devices", worlds, resizes),
         ("recoveries", "Recoveries", str(history.num_recoveries), repeated if history.num_recoveries else "no losses"),
     ]

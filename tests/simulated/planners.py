@@ -40,15 +40,17 @@ class SimulatedPlanner:
         result = Deferred()
         self._on_plan()
         delay_s = self._plan_s * self._actor.world.random.uniform(0.5, 1.5)
-        self._actor.world.at(delay_s, lambda: result.settle(planned(batch, cluster)), self._actor.process)
+        self._actor.world.at(
+            delay_s, lambda: result.settle(planned(batch, cluster, prepare_s=delay_s)), self._actor.process
+        )
         return result
 
     def simulate_step(self, *programs: Any, cluster: ClusterSpec, cost: Any) -> tuple[()]:
         return ()
 
 
-def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
-    """A record and its programs: the slower a rank, the less it has to do."""
+def planned(batch: GlobalBatch, cluster: ClusterSpec, *, prepare_s: float) -> tuple[Any, ...]:
+    """Programs and their record: the slower a rank, the less it has to do."""
     speeds = cluster.speed_of_rank or (1.0,) * cluster.num_ranks
     mean = sum(speeds) / len(speeds)
     work = tuple(each / mean for each in speeds) * cluster.num_stages
@@ -67,6 +69,7 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         num_microbatches=1,
         imbalance=Imbalance(compute=0.0, attention=0.0, memory=0.0, communication=0.0),
         plan_s=0.01,
+        prepare_s=prepare_s,
         model_flops=1e9,
         attention_flops=1e8,
         groups=(),
@@ -83,4 +86,4 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         )
         for place in range(places)
     )
-    return (record, *programs)
+    return (*programs, record)

@@ -230,6 +230,7 @@ def step_report(
         step_s=step_s,
         predicted_s=record.predicted_s,
         plan_s=record.plan_s,
+        prepare_s=record.prepare_s,
         plan_wait_s=planned.wait_s,
         mfu=record.model_flops / (step_s * peak_flops),
         attention_mfu=record.attention_flops / (step_s * peak_flops),

@@ -125,8 +125,8 @@ class PlannedStep:
 
 @dataclass(slots=True, kw_only=True)
 class _PlanInFlight:
-    """A plan requested from planner `number`. `refs`: its record, then its programs; `pixels`: their images, once
-    requested."""
+    """A plan requested from planner `number`. `refs`: its programs, then its record, which is ready last; `pixels`:
+    images of the programs, once requested."""
 
     batch: GlobalBatch
     batch_ref: Any
@@ -178,7 +178,7 @@ class PlanQueue:
         start_s = self._runtime.now_s()
         while True:
             try:
-                record = self._runtime.get(flight.refs[0])
+                record = self._runtime.get(flight.refs[-1])
                 break
             except ActorLostError as error:
                 self._planners.replace(flight.number, cause=str(error))
@@ -189,7 +189,7 @@ class PlanQueue:
             batch=flight.batch,
             batch_ref=flight.batch_ref,
             record=record,
-            programs=tuple(flight.refs[1:]),
+            programs=tuple(flight.refs[:-1]),
             pixels=flight.pixels,
             wait_s=self._runtime.now_s() - start_s,
         )
@@ -223,17 +223,17 @@ class PlanQueue:
             return
         for flight in list(self._in_flight)[: self._decoders.ahead]:
             if not flight.pixels and any(sample.images for sample in flight.batch.samples):
-                flight.pixels = self._decoders.request(flight.refs[1:], flight.batch_ref)
+                flight.pixels = self._decoders.request(flight.refs[:-1], flight.batch_ref)
 
     def _request(self, flight: _PlanInFlight) -> None:
-        call = self._planners[flight.number].plan.options(num_returns=1 + self._num_programs)
+        call = self._planners[flight.number].plan.options(num_returns=self._num_programs + 1)
         flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref)
         flight.pixels = ()
 
     def _request_again(self, number: int) -> None:
         """Repeat the unfinished requests of a planner that died, in order."""
         for flight in self._in_flight:
-            if flight.number == number and not self._has_arrived(flight.refs[0]):
+            if flight.number == number and not self._has_arrived(flight.refs[-1]):
                 self._request(flight)
 
     def _has_arrived(self, ref: Any) -> bool:
