@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from rayfcp.cluster.planning.planner import PlanRecord
 from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance
+from tests.simulated.schedule import Schedule
 from tests.simulated.world import Actor, Deferred
 
 STEP_S = 0.2
@@ -29,8 +30,8 @@ class SimulatedPlanner:
 
     CONCURRENT: frozenset[str] = frozenset()
 
-    def __init__(self, actor: Actor, *, plan_s: float, on_plan: Callable[[], None]) -> None:
-        self._actor, self._plan_s, self._on_plan = actor, plan_s, on_plan
+    def __init__(self, actor: Actor, schedule: Schedule, *, on_plan: Callable[[], None]) -> None:
+        self._actor, self._plan_s, self._spread, self._on_plan = actor, schedule.plan_s, schedule.plan_spread, on_plan
 
     def ready(self) -> None: ...
 
@@ -39,7 +40,7 @@ class SimulatedPlanner:
     def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any) -> Deferred:
         result = Deferred()
         self._on_plan()
-        delay_s = self._plan_s * self._actor.world.random.uniform(0.5, 1.5)
+        delay_s = self._plan_s * self._actor.world.random.uniform(1 - self._spread, 1 + self._spread)
         self._actor.world.at(
             delay_s, lambda: result.settle(planned(batch, cluster, prepare_s=delay_s)), self._actor.process
         )

@@ -27,7 +27,8 @@ process_groups checkpoint_seconds worker_memory_bytes worker_step_seconds recove
 lost_steps_total resizes_total snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds
 predicted_seconds num_microbatches strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by
 devices_wanted checkpoints_total checkpoint_step straggler_threshold_ratio skipped_updates_total
-failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour"""
+failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour planners
+lookahead_steps planning_load_ratio"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -75,7 +76,8 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     exporter.count("resizes_total", direction="down")
     for name in ("snapshot_seconds", "snapshot_interval_steps", "snapshot_away_interval_steps"):
         exporter.set(name, 0.1)
-    exporter.set("expected_lost_seconds_per_hour", 0.1)
+    for name in ("expected_lost_seconds_per_hour", "planners", "lookahead_steps", "planning_load_ratio"):
+        exporter.set(name, 0.1)
     exporter.set_speed(0, 0.75)
     samples = scrape(exporter.url)
     names = {name for name, _ in samples}
