@@ -22,10 +22,10 @@ def _now() -> Section:
 def _plan_times() -> tuple[Panel, ...]:
     return (
         number(
-            "Plan time",
-            Line(expr=of("plan_seconds")),
+            "Prepare time",
+            Line(expr=of("prepare_seconds")),
             unit="s",
-            about="From lengths to plan, on a planner, for the last step.",
+            about="From lengths to serialized programs, on a planner, for the last step.",
             width=4,
         ),
         number(
@@ -82,23 +82,30 @@ def _time() -> Section:
             chart(
                 "Planning beside training",
                 Line(expr=of("plan_seconds"), legend="{{run}} plan"),
+                Line(expr=of("prepare_seconds"), legend="{{run}} programs"),
                 Line(expr=of("step_seconds"), legend="{{run}} step"),
                 unit="s",
-                about="Planners work ahead: a plan may take as many steps as plan.lookahead_steps says.",
+                about="Planners work ahead: programs may take as many steps as they are planned ahead.",
+            ),
+            chart(
+                "Load of planners",
+                Line(expr=of("planning_load_ratio"), legend="{{run}} load"),
+                Line(expr=of("planners"), legend="{{run}} planners"),
+                Line(expr=of("lookahead_steps"), legend="{{run}} steps ahead"),
+                unit="none",
+                about="Load: time of programs over what planners have for them. Above 1 they cannot keep up.",
             ),
             chart(
                 "Waiting for plans",
                 Line(expr=of("plan_wait_seconds")),
                 unit="s",
                 about="Of each step. Zero while planners keep up.",
-                width=6,
             ),
             chart(
                 "Share of time spent waiting",
                 Line(expr=WAIT_SHARE),
                 unit="percentunit",
                 about="Over five minutes. More planners or a smaller plan.search_moves bring it down.",
-                width=6,
                 steps=LATE,
             ),
         ),

@@ -89,7 +89,7 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     single_s = {name: seconds for name, seconds in singles.items() if seconds}
     found = [plan_auto_timed(batch, setting=setting, options=OPTIONS) for batch in batches]
     check_plan(found[0][0], batches[0], cluster=setting.cluster, cost=setting.cost)
-    auto_s = [_simulated(plan, batch, setting=setting) for (plan, _), batch in zip(found, batches, strict=True)]
+    auto_s = [_simulated(plan, batch, setting=setting) for (plan, _, _), batch in zip(found, batches, strict=True)]
     return Case(
         distribution=inputs.lengths.removeprefix("dist:"),
         devices=inputs.devices,
@@ -97,8 +97,8 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
         single_s={name: statistics.fmean(seconds) for name, seconds in single_s.items()},
         best_of_batch_s=statistics.fmean(min(each) for each in zip(*single_s.values(), strict=True)),
         auto_s=statistics.fmean(auto_s),
-        plan_ms=1e3 * statistics.median(plan_s for _, plan_s in found),
-        taken=dict(Counter(plan.strategy for plan, _ in found)),
+        plan_ms=1e3 * statistics.median(plan_s for _, _, plan_s in found),
+        taken=dict(Counter(plan.strategy for plan, _, _ in found)),
     )
 
 

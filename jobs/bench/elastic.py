@@ -32,7 +32,8 @@ import ray_train
 from clusters import BenchCluster
 from faults import Cost, RandomFaults, cost_of, read_moments
 
-from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
+from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.workers.starting import CONTROLLER_CPUS
 from rayfcp.config import Config, load_config
 from rayfcp.config.models import PlanConfig
 
@@ -92,7 +93,7 @@ def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
 
 def _bench_cluster(side: str, arguments: argparse.Namespace) -> BenchCluster:
     """rayfcp's controller and planners take CPUs, Ray Train's controller takes none."""
-    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors if side == "rayfcp" else 0
+    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_bounds[0] if side == "rayfcp" else 0
     return BenchCluster(arguments.kind, workers=arguments.workers, others_cpus=others_cpus)
 
 

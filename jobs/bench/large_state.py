@@ -29,7 +29,8 @@ from own_trainer import MOMENTS_DIR, TimedWorker, train
 from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.planning.profiling import profile_run
 from rayfcp.cluster.recovery.room import COPY_BYTES
-from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
+from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.workers.starting import CONTROLLER_CPUS
 from rayfcp.config import Config, load_config
 from rayfcp.config.models import PlanConfig
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="of a run (default: 16)")
     parser.add_argument("--warm", type=int, default=4, help="first steps that are left out (default: 4)")
     arguments = parser.parse_args()
-    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors
+    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_bounds[0]
     with (
         tempfile.TemporaryDirectory() as name,
         BenchCluster("node", workers=4, others_cpus=others_cpus, workers_per_node=2),

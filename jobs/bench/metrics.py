@@ -35,7 +35,8 @@ from clusters import BenchCluster
 from rayfcp.cluster.controller import reporting
 from rayfcp.cluster.controller.training import Controller
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
+from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.workers.starting import CONTROLLER_CPUS
 from rayfcp.config import Config, load_config
 from rayfcp.config.models import PlanConfig
 from rayfcp.telemetry.metrics import MetricsExporter
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="(default: 4)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
-    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors
+    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_bounds[0]
     with (
         tempfile.TemporaryDirectory() as name,
         BenchCluster("worker", workers=arguments.workers, others_cpus=others_cpus),

@@ -1,6 +1,7 @@
 """`FlexTrainer`: a run from a user's process, with Ray Train's types; preparing data and exporting checkpoints."""
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import check_layout
+from rayfcp.cluster.workers.starting import other_cpus
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.data import PreparedManifest, cached_prepare, prepare, tokenizer_of
@@ -33,15 +35,13 @@ if TYPE_CHECKING:
     from ray.train import Result, RunConfig, ScalingConfig
 
 
-CONTROLLER_CPUS = 1
-
-
 @contextmanager
 def connected(config: Config) -> Iterator[None]:
     """Connect to Ray; one that was not connected before is left at the end.
 
     A Ray that this process already uses is taken. Otherwise `cluster.address` is joined, or a local Ray is started
-    with as many logical CPUs as the run's actors request, whatever the machine has.
+    with as many logical CPUs as the run's actors request, whatever the machine has; more planners than the fewest
+    only get those that it has.
 
     Raises:
         ConfigError: nothing answers at `cluster.address`, or a local Ray has fewer accelerators than the run needs.
@@ -68,11 +68,11 @@ def connected(config: Config) -> Iterator[None]:
 
 def _start_local(config: Config) -> None:
     cluster = config.cluster
-    workers = cluster.max_workers * config.train.threads_per_worker
-    decoders = config.data.decoder_actors if config.data.processor else 0
+    others = other_cpus(config)
+    least, most = config.plan.planner_bounds
     ray.init(
         address="local",
-        num_cpus=workers + config.plan.planner_actors + decoders + CONTROLLER_CPUS,
+        num_cpus=others + max(least, min(most, (os.cpu_count() or 1) - others)),
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,

@@ -17,7 +17,7 @@ from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.plan.strategies.registry import AUTO
-from rayfcp.program import lower
+from rayfcp.program import Programs, lower
 from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
 from rayfcp.verify import check_plan
@@ -79,7 +79,7 @@ def compare(
     """Plan, check and simulate every strategy on the same batches.
 
     `log` receives the next piece of work; `options` replace those of `inputs`; without `check` the validator, which
-    takes as long again, is skipped. The same inputs give the same plans and figures except `plan_s`.
+    takes as long again, is skipped. The same inputs give the same plans and figures except `plan_s` and `prepare_s`.
 
     Raises:
         ConfigError: Inputs that cannot be used, in one line.
@@ -172,11 +172,11 @@ def evaluate(
     scenes: list[Scene] = []
     for number, batch in enumerate(case.batches, start=1):
         log(f"{name}: batch {number} of {len(case.batches)}")
-        plan, plan_s = (
-            plan_auto_timed(batch, setting=setting, options=case.options)
-            if name == AUTO
-            else plan_timed(batch, strategy=name, setting=setting, options=case.options)
-        )
+        programs: Programs | None = None
+        if name == AUTO:
+            plan, programs, plan_s = plan_auto_timed(batch, setting=setting, options=case.options)
+        else:
+            plan, plan_s = plan_timed(batch, strategy=name, setting=setting, options=case.options)
         if check and number == 1:
             try:
                 check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
@@ -184,7 +184,7 @@ def evaluate(
                 raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
         placed_freely = any(microbatch.layout is not None for microbatch in plan.microbatches)
         least_s = bound_s(batch, settings=settings, placed_freely=placed_freely)
-        measured, scene = measure(plan, batch, setting=setting, bound_s=least_s, plan_s=plan_s)
+        measured, scene = measure(plan, batch, setting=setting, bound_s=least_s, plan_s=plan_s, programs=programs)
         figures.append(measured)
         scenes = scenes or [replace(scene, strategy=name)]
     cluster = setting.cluster
@@ -205,16 +205,17 @@ def evaluate(
     return entry, scenes[0]
 
 
-def plan_auto_timed(sequences: Batch, *, setting: Setting, options: PlanConfig) -> tuple[BatchPlan, float]:
-    """Return the plan that `auto` chooses by simulation on the compared hardware, and the CPU seconds it took.
+def plan_auto_timed(sequences: Batch, *, setting: Setting, options: PlanConfig) -> tuple[BatchPlan, Programs, float]:
+    """Return the plan that `auto` chooses by simulation on the compared hardware, its programs if they were simulated,
+    and the CPU seconds it took.
 
     Raises:
         InfeasiblePlanError: No strategy has a plan for this batch.
     """
     start_s = time.process_time()
-    plan = choose(
+    choice = choose(
         plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options),
         lowered=lambda plan: lower(plan, sequences, reduce_every=setting.reduce_every),
         seconds=lambda programs: timeline_of(programs, setting=setting).iteration_s,
-    ).plan
-    return plan, time.process_time() - start_s
+    )
+    return choice.plan, choice.programs, time.process_time() - start_s

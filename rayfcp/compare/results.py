@@ -1,14 +1,18 @@
 """Figures of a strategy's simulated plans, one batch at a time and averaged: an entry of the results."""
 
+import pickle
 import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rayfcp.compare.settings import GIB, Setting
+from rayfcp.plan.imbalance import rank_loads
+from rayfcp.plan.layout import placements_of
 from rayfcp.plan.strategies.registry import get
-from rayfcp.program import Programs, lower
+from rayfcp.program import Programs, check_progress, lower
 from rayfcp.simulate import Breakdown, Timeline, simulate
 from rayfcp.values import BatchPlan, Imbalance, SequenceSpec
 
@@ -30,6 +34,7 @@ class BatchFigures:
     peak_memory_gib: float
     breakdown: Breakdown
     plan_s: float
+    prepare_s: float
     degrees: dict[int, int]
     num_microbatches: int
 
@@ -44,8 +49,8 @@ class BatchFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Result of one strategy. Figures are means over batches except `plan_s` (median) and `peak_memory_gib` (maximum);
-    all are None if the strategy is infeasible, and `reason` says why."""
+    """Result of one strategy. Figures are means over batches except `plan_s`, `prepare_s` (medians) and
+    `peak_memory_gib` (maximum); all are None if the strategy is infeasible, and `reason` says why."""
 
     strategy: str
     feasible: bool
@@ -63,6 +68,7 @@ class Entry:
     peak_memory_gib: float | None = None
     breakdown: Breakdown | None = None
     plan_s: float | None = None
+    prepare_s: float | None = None
     num_microbatches: float | None = None
     degrees: dict[int, float] | None = None
     recomputed_layers: int | None = None
@@ -82,7 +88,7 @@ class Entry:
             shown["breakdown"] = {name: getattr(self.breakdown, name) for name in PARTS}
         shown["degrees"] = None if self.degrees is None else {str(key): value for key, value in self.degrees.items()}
         shown["speedup_over_best_baseline"] = self.speedup(best_baseline_s)
-        names = ("iteration_s", "lower_bound_s", "gap", "plan_s")
+        names = ("iteration_s", "lower_bound_s", "gap", "plan_s", "prepare_s")
         shown["per_batch"] = [{name: getattr(each, name) for name in names} for each in self.per_batch]
         return shown
 
@@ -119,7 +125,7 @@ def averaged(batches: Sequence[BatchFigures]) -> dict[str, Any]:
         ),
         "breakdown": Breakdown(**{name: mean(name, of=[each.breakdown for each in batches]) for name in PARTS}),
         "peak_memory_gib": max(each.peak_memory_gib for each in batches),
-        "plan_s": statistics.median(each.plan_s for each in batches),
+        **{name: statistics.median(getattr(each, name) for each in batches) for name in ("plan_s", "prepare_s")},
         "num_microbatches": _whole(mean("num_microbatches")),
         "degrees": {degree: _whole(degrees[degree] / len(batches)) for degree in sorted(degrees)},
         "per_batch": tuple(batches),
@@ -141,20 +147,42 @@ class Scene:
 
 
 def measure(
-    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, setting: Setting, bound_s: float, plan_s: float
+    plan: BatchPlan,
+    sequences: Sequence[SequenceSpec],
+    *,
+    setting: Setting,
+    bound_s: float,
+    plan_s: float,
+    programs: Programs | None = None,
 ) -> tuple[BatchFigures, Scene]:
-    """Simulate a plan."""
-    timeline = timeline_of(lower(plan, sequences, reduce_every=setting.reduce_every), setting=setting)
+    """Simulate a plan; `programs` are its own, lowered within `plan_s`, if known."""
+    programs, ready_s = prepared(plan, sequences, setting=setting, programs=programs)
+    timeline = timeline_of(programs, setting=setting)
     names = ("num_tokens", "num_ranks", "iteration_s", "mfu", "attention_mfu", "imbalance", "bubble", "breakdown")
     measured = BatchFigures(
         **{name: getattr(timeline, name) for name in names},
         lower_bound_s=bound_s,
         peak_memory_gib=max(timeline.peak_memory_bytes) / GIB / setting.cluster.tensor_parallel,
         plan_s=plan_s,
+        prepare_s=plan_s + ready_s,
         degrees=plan.degrees,
         num_microbatches=len(plan.microbatches),
     )
     return measured, Scene(strategy=plan.strategy, plan=plan, sequences=tuple(sequences), timeline=timeline)
+
+
+def prepared(
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, setting: Setting, programs: Programs | None = None
+) -> tuple[Programs, float]:
+    """Return checked programs, and the CPU seconds from a plan to programs ready to send, as a run's planner prepares
+    them: lowered unless `programs` are known, checked, their loads counted, and serialized."""
+    start_s = time.process_time()
+    placements = placements_of(plan, sequences)
+    programs = programs or lower(plan, sequences, placements=placements, reduce_every=setting.reduce_every)
+    check_progress(programs)
+    rank_loads(plan, sequences, cost=setting.cost, placements=placements)
+    pickle.dumps(programs, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: False)
+    return programs, time.process_time() - start_s
 
 
 def timeline_of(programs: Programs, *, setting: Setting) -> Timeline:

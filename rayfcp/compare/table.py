@@ -37,6 +37,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         ("bubble", lambda each: percent(each.bubble or 0.0)),
         ("memory", lambda each: f"{each.peak_memory_gib:.1f} GiB"),
         ("planning", lambda each: seconds(each.plan_s or 0.0)),
+        ("programs", lambda each: seconds(each.prepare_s or 0.0)),
         ("microbatches", lambda each: number(each.num_microbatches or 0)),
         ("degrees", lambda each: degrees_text(each.degrees or {})),
         ("setting", setting_text),
@@ -80,7 +81,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     return [
         f"speedup {over}gap: iteration over lower bound; attention: MFU of attention alone;",
         f"imbalance: of compute, (max - mean) / max;{encoder} planning: CPU time of one core per batch; "
-        "degrees: groups per batch;",
+        "programs: the same until its programs are ready to send; degrees: groups per batch;",
         "setting: recomputed layers, how often gradients are reduced and, with stages, parameters gathered",
     ]
 

@@ -25,17 +25,22 @@ def as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def workers_or_range(value: Any) -> Any:
-    """A count `D` or a range `[min, max]` of devices, checked as a whole so that one message covers both."""
+def count_or_range(value: Any) -> Any:
+    """A count or a range `[min, max]` of counts, checked as a whole so that one message covers both."""
     is_range = isinstance(value, list | tuple)
     numbers = tuple(value) if is_range else (value,)
     if len(numbers) != 1 + is_range or any(type(number) is not int for number in numbers):
         raise ValueError("must be a whole number or [min, max]; write 4 or [2, 4]")
     if min(numbers) < 1:
-        raise ValueError("must be at least 1; add a worker")
+        raise ValueError("must be at least 1; raise it")
     if numbers[0] > numbers[-1]:
         raise ValueError("must have min no greater than max; swap them")
     return numbers if is_range else numbers[0]
+
+
+def auto_or_range(value: Any) -> Any:
+    """`auto`, or as `count_or_range`."""
+    return value if value == AUTO else count_or_range(value)
 
 
 def known_device(name: str) -> str:
@@ -48,6 +53,7 @@ def known_device(name: str) -> str:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Bounds = Annotated[Literal["auto"] | Count | tuple[Count, Count], BeforeValidator(auto_or_range)]
 Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
 
 
@@ -201,6 +207,17 @@ class PipelineOptions(Section):
     milp_nodes: int = Field(default=100, ge=0, description="without effect, kept for older configurations")
 
 
+AUTO_LOOKAHEAD, AUTO_PLANNERS = (4, 16), (1, 4)
+"""Bounds of `auto`. Four steps ahead hide a planner that stalls for a step or two; more hold programs in memory (26 MiB
+a step at 1,024 ranks) and follow refitted costs later, so that they are taken only where preparing is slow."""
+
+
+def _bounds(given: Any, *, auto: tuple[int, int]) -> tuple[int, int]:
+    if given == AUTO:
+        return auto
+    return given if isinstance(given, tuple) else (given, given)
+
+
 class PlanConfig(Section):
     """Planning of global batches."""
 
@@ -208,8 +225,12 @@ class PlanConfig(Section):
     auto_candidates: int = Field(
         default=3, ge=1, le=16, description="of plan.strategy=auto: how many of the best by prediction are simulated"
     )
-    lookahead_steps: Count = 4
-    planner_actors: Count = 1
+    lookahead_steps: Bounds = Field(
+        default="auto", description="steps that are planned ahead, or [min, max], so that no step waits for its plan"
+    )
+    planner_actors: Bounds = Field(
+        default="auto", description="planners, or [min, max], as measured times ask and the cluster has CPUs for"
+    )
     packing: Literal["joint", "bfd"] = Field(
         default="joint", description="cut, groups and degrees together, or the paper's best-fit decreasing"
     )
@@ -227,6 +248,16 @@ class PlanConfig(Section):
         default=300_000,
         description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
     )
+
+    @property
+    def lookahead_bounds(self) -> tuple[int, int]:
+        """Fewest and most steps ahead."""
+        return _bounds(self.lookahead_steps, auto=AUTO_LOOKAHEAD)
+
+    @property
+    def planner_bounds(self) -> tuple[int, int]:
+        """Fewest and most planners."""
+        return _bounds(self.planner_actors, auto=AUTO_PLANNERS)
 
 
 class ElasticConfig(Section):
@@ -353,7 +384,7 @@ class ClusterConfig(Section):
 
     address: str | None = Field(default=None, description="Ray address; a local Ray is started if absent")
     device: Annotated[str, AfterValidator(known_device)] = AUTO
-    num_workers: Annotated[Count | tuple[Count, Count], BeforeValidator(workers_or_range)] = Field(
+    num_workers: Annotated[Count | tuple[Count, Count], BeforeValidator(count_or_range)] = Field(
         default=1, description="devices, or [min, max] of them"
     )
     pipeline_stages: Count = Field(default=1, description="parts of a rank that hold consecutive layers")

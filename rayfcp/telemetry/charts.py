@@ -67,7 +67,7 @@ COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     **{name: attrgetter(name) for name in ("step", "loss", "grad_norm", "step_s", "predicted_s")},
     "predicted_ratio": lambda report: report.predicted_s / report.step_s if report.step_s > 0 else math.nan,
     "tokens_per_s": lambda report: tokens_per_s(report) or math.nan,
-    **{name: attrgetter(name) for name in ("plan_s", "plan_wait_s", "mfu", "attention_mfu", "bubble")},
+    **{name: attrgetter(name) for name in ("plan_s", "prepare_s", "plan_wait_s", "mfu", "attention_mfu", "bubble")},
     **{field.name: partial(_imbalance, of=field.name) for field in fields(Imbalance)},
     **{name: attrgetter(name) for name in ("gap", "world_size")},
 }

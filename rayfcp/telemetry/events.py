@@ -1,5 +1,5 @@
-"""`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes, ends, and how
-often the state is copied."""
+"""`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes, ends, how
+often the state is copied and how far ahead steps are planned."""
 
 import dataclasses
 import json
@@ -88,6 +88,7 @@ class EventKind(StrEnum):
     RESIZE = "resize"
     END = "end"
     COPIES = "copies"
+    PLANNING = "planning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,9 @@ class Event:
     until then).
 
     `seconds`: its duration (0 if not timed). `lost_steps`: finished steps to be repeated. `cause`: of a recovery.
-    `reason`: one sentence; of `COPIES`, how often the state is copied from here on, and what it costs. `cluster`: the
-    cluster of later plans, None at the end and with `COPIES`.
+    `reason`: one sentence; of `COPIES`, how often the state is copied from here on, and what it costs; of `PLANNING`,
+    how many planners work how many steps ahead, or why they cannot keep up. `cluster`: the cluster of later plans, None
+    at the end and with these two.
     """
 
     kind: EventKind

@@ -317,6 +317,7 @@ def _gauges(report: StepReport) -> dict[str, float]:
         "step_seconds": report.step_s,
         "predicted_seconds": report.predicted_s,
         "plan_seconds": report.plan_s,
+        "prepare_seconds": report.prepare_s,
         "plan_wait_seconds": report.plan_wait_s,
         "num_microbatches": report.num_microbatches,
         "mfu_ratio": report.mfu,

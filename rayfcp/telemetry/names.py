@@ -60,7 +60,17 @@ METRICS: tuple[Metric, ...] = (
     _gauge("step_seconds", "seconds", "Last step, from dispatch to the last rank's report"),
     _gauge("predicted_seconds", "seconds", "Predicted time of the last step"),
     _gauge("plan_seconds", "seconds", "Planning time of the last step, from lengths to plan"),
+    _gauge(
+        "prepare_seconds", "seconds", "Time of the last step's planner, from lengths to serialized, checked programs"
+    ),
     _gauge("plan_wait_seconds", "seconds", "Time that the last step was blocked on its plan"),
+    _gauge("planners", "planners", "Planner actors, those that are starting included"),
+    _gauge("lookahead_steps", "steps", "Steps ahead of which programs are prepared"),
+    _gauge(
+        "planning_load_ratio",
+        "0 or more",
+        "Time to prepare a step over what its planners have for it; above 1, planning cannot keep up and steps wait",
+    ),
     _gauge("num_microbatches", "microbatches", "Microbatches of the last step"),
     _gauge("mfu_ratio", "0..1", "Model FLOPs over time and peak of the devices in use"),
     _gauge("attention_mfu_ratio", "0..1", "Attention FLOPs over step time and peak"),

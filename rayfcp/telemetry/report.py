@@ -23,7 +23,7 @@ from rayfcp.telemetry.page import Chart, data_script, figure, html_page, table
 from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.telemetry.summary import RunSummary, counted, number, percent, seconds, summarize
+from rayfcp.telemetry.summary import RunSummary, counted, number, percent, prepared_text, seconds, summarize
 from rayfcp.telemetry.trace import PREDICTED, timeline_chart
 from rayfcp.values import StepReport
 
@@ -122,7 +122,7 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
         ("step", "Step time", seconds(summary.step_s), f"median; {off}"),
         ("imbalance", "Compute imbalance", percent(summary.compute_imbalance), f"mean; {balance}"),
         ("degree", "Mean CP degree", number(summary.mean_degree), "ranks per group, averaged over ranks"),
-        ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {blocked}"),
+        ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {prepared_text(summary)}; {blocked}"),
         ("devices", "Devices", worlds, resizes),
         ("recoveries", "Recoveries", str(history.num_recoveries), repeated if history.num_recoveries else "no losses"),
     ]
@@ -209,7 +209,7 @@ def plans_table(reports: Sequence[StepReport]) -> str:
 
 
 def events_table(events: Sequence[Event]) -> str:
-    """Return starts, recoveries, resizes, ends and intervals of copies with their times and reasons."""
+    """Return all events with their times and reasons."""
     began_s = events[0].at_s - events[0].seconds
     rows = [
         (
@@ -229,10 +229,10 @@ def events_table(events: Sequence[Event]) -> str:
     return f'<div class="card events">{table(heads, rows)}</div>'
 
 
-def copies_line(events: Sequence[Event]) -> str:
-    """Return a paragraph on how often the state was copied last and what was expected to be lost; empty if the run did
-    not choose that, or ended before."""
-    told = [event for event in events if event.kind is EventKind.COPIES]
+def last_told(events: Sequence[Event], kind: EventKind) -> str:
+    """Return a paragraph on the last decision of this kind: how often the state is copied and what is expected to be
+    lost, or how many planners work how many steps ahead, and what to change if they cannot keep up; empty without."""
+    told = [event for event in events if event.kind is kind]
     return f"<p>From step {told[-1].step} on, {_unbroken(told[-1].reason)}.</p>" if told else ""
 
 
@@ -353,10 +353,13 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
     return [
         data_script(step_values(steps, marks=marks), attributes=' id="step-values"'),
         f"<h2>Training</h2><p>{note}</p>{_charts(_step_figures('loss', 'throughput', 'mfu', 'grad-norm'))}",
-        f"<h2>Predicted and measured</h2>{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
+        f"<h2>Predicted and measured</h2>{last_told(run.events, EventKind.PLANNING)}"
+        f"{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
         f"<h2>Balance and devices</h2>{_charts(''.join(balance))}",
         f"<h2>Plans</h2>{plans}" if plans else "",
-        f"<h2>Starts, losses and resizes</h2>{copies_line(run.events)}{events_table(run.events)}" if run.events else "",
+        f"<h2>Starts, losses and resizes</h2>{last_told(run.events, EventKind.COPIES)}{events_table(run.events)}"
+        if run.events
+        else "",
         f"<h2>Time by rank</h2><p>{_trace_note(view)}</p>{figure(view)}" if view else "",
     ]
 

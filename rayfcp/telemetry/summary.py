@@ -15,10 +15,10 @@ from rayfcp.values import StepReport
 class RunSummary:
     """Numbers of a run. Medians and means leave out the first step of each start, which compiles and warms up.
 
-    `tokens_per_s`, `step_s`, `plan_s`, `mfu`, `attention_mfu`: medians over steps. `compute_imbalance`: mean.
-    `mean_degree`: mean over ranks of the degree of their group; 0 without groups. `plan_ratio`: median of plan_s /
-    step_s; `median_plan_wait_ratio`, `max_plan_wait_ratio`: blocked on the plan, over plan_wait_s + step_s.
-    `prediction_error`: median of |predicted - measured| / measured.
+    `tokens_per_s`, `step_s`, `plan_s`, `mfu`, `attention_mfu`: medians over steps. `prepare_s`, `prepare_ratio`:
+    medians of prepare_s and of prepare_s / step_s, NaN if no step has it. `compute_imbalance`: mean. `mean_degree`:
+    mean over ranks of the degree of their group; 0 without groups. `median_plan_wait_ratio`, `max_plan_wait_ratio`:
+    blocked on the plan, over plan_wait_s + step_s. `prediction_error`: median of |predicted - measured| / measured.
     """
 
     num_steps: int
@@ -32,7 +32,8 @@ class RunSummary:
     tokens_per_s: float
     step_s: float
     plan_s: float
-    plan_ratio: float
+    prepare_s: float
+    prepare_ratio: float
     median_plan_wait_ratio: float
     max_plan_wait_ratio: float
     compute_imbalance: float
@@ -52,6 +53,7 @@ def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (
         raise ValueError("reports has 0 steps, must have at least 1; let the run commit a step first")
     first_steps = {reports[0].step, *(step + 1 for step in started_after)}
     steady = [report for report in reports if report.step not in first_steps] or reports
+    prepared = [report for report in steady if math.isfinite(report.prepare_s)]
     waits = [_ratio(report.plan_wait_s, report.plan_wait_s + report.step_s) for report in steady]
     return RunSummary(
         num_steps=len(reports),
@@ -65,7 +67,8 @@ def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (
         tokens_per_s=statistics.median(_ratio(report.num_tokens, report.step_s) for report in steady),
         step_s=statistics.median(report.step_s for report in steady),
         plan_s=statistics.median(report.plan_s for report in steady),
-        plan_ratio=statistics.median(_ratio(report.plan_s, report.step_s) for report in steady),
+        prepare_s=_median([report.prepare_s for report in prepared]),
+        prepare_ratio=_median([_ratio(report.prepare_s, report.step_s) for report in prepared]),
         median_plan_wait_ratio=statistics.median(waits),
         max_plan_wait_ratio=max(waits),
         compute_imbalance=statistics.fmean(report.imbalance.compute for report in steady),
@@ -109,7 +112,7 @@ def format_summary(summary: RunSummary, *, run_dir: str | Path) -> str:
         ("imbalance", f"{percent(summary.compute_imbalance)} of compute"),
         (
             "planning",
-            f"{seconds(summary.plan_s)} per plan, {percent(summary.plan_ratio)} of a step; blocked on planning: "
+            f"{seconds(summary.plan_s)} per plan, {prepared_text(summary)}; blocked on planning: "
             f"{percent(summary.median_plan_wait_ratio)} of step time (median), "
             f"{percent(summary.max_plan_wait_ratio)} at most",
         ),
@@ -170,6 +173,17 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def prepared_text(summary: RunSummary) -> str:
+    """Return how long the programs of a step took, and its share of a step."""
+    if math.isnan(summary.prepare_s):
+        return "programs not timed"
+    return f"{seconds(summary.prepare_s)} to programs, {percent(summary.prepare_ratio)} of a step"
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,5 +1,6 @@
 """Reports of committed steps (lines of `steps.jsonl`), and spans of time on a rank."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,12 +27,12 @@ class Imbalance:
 class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
-    `step_s`: from dispatch to the last rank's report. `predicted_s`: the plan's. `plan_s`: lengths to
-    BatchPlan on the planner. `plan_wait_s`: seconds that the step waited for its plan. `mfu`: model FLOPs /
-    (step_s x peak of the devices in use). `bubble`: share of rank time spent waiting for
-    other ranks, their messages, gathers and reductions included (NaN on accelerators). `degrees`: groups
-    per degree. `recovered`: the step ran again after a failure. `strategy`, `reason`: the strategy of the plan, and one
-    sentence on why it was chosen.
+    `step_s`: from dispatch to the last rank's report. `predicted_s`: the plan's. `plan_s`: lengths to BatchPlan on the
+    planner. `prepare_s`: lengths to checked programs, serialized for the workers, on the planner (NaN in lines of
+    earlier versions). `plan_wait_s`: seconds that the step waited for its plan. `mfu`: model FLOPs / (step_s x peak of
+    the devices in use). `bubble`: share of rank time spent waiting for other ranks, their messages, gathers and
+    reductions included (NaN on accelerators). `degrees`: groups per degree. `recovered`: the step ran again after a
+    failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepReport:
     step_s: float
     predicted_s: float
     plan_s: float
+    prepare_s: float = math.nan
     plan_wait_s: float
     mfu: float
     attention_mfu: float

@@ -108,6 +108,7 @@ def _step(step: int, *, of: Sample, rng: random.Random) -> StepReport:
         bubble=rng.uniform(0.04, 0.07),
         gap=rng.uniform(1.01, 1.05),
         plan_s=rng.uniform(0.01, 0.02),
+        prepare_s=rng.uniform(0.04, 0.06),
         plan_wait_s=rng.uniform(0, 0.002),
         world_size=world,
         degrees={degree: count for degree, count in degrees.items() if count},

@@ -5,6 +5,7 @@ import pytest
 from rayfcp.cluster.planning.measured import analytic_cost
 from rayfcp.cluster.planning.planner import Planner, PlanRecord, RunPlanner, sequences_of
 from rayfcp.config import Config
+from rayfcp.program import Programs
 from rayfcp.values import ClusterSpec, GlobalBatch, Sample
 from tests.simulate.helpers import MODEL
 
@@ -28,16 +29,17 @@ def test_the_record_names_what_was_taken_and_why(num_stages: int) -> None:
     given = config("auto")
     cost = analytic_cost(given, MODEL, device="cpu", cluster=cluster, memory_bytes=1 << 32)
     planner = Planner(given, MODEL, device="cpu")
-    record, programs = planner.plan(BATCH, cluster, cost=cost)
+    programs, record = planner.plan(BATCH, cluster, cost=cost)
     assert isinstance(record, PlanRecord) and record.strategy != "auto"
     assert record.reason.startswith(f"Auto took {record.strategy} (simulated ")
-    assert len(programs) == 2 * num_stages and record.plan_s > 0
+    assert isinstance(programs, Programs) and len(programs) == 2 * num_stages
+    assert record.prepare_s > record.plan_s > 0
     assert {each.plan_hash for each in programs} == {programs.plan_hash} == {record.plan_hash}
-    again, _ = planner.plan(BATCH, cluster, cost=cost)
+    _, again = planner.plan(BATCH, cluster, cost=cost)
     assert isinstance(again, PlanRecord) and again.plan_hash == record.plan_hash
     spans = planner.simulate_step(programs, cluster=cluster, cost=cost)
     best = Planner(config(record.strategy), MODEL, device="cpu") if record.strategy != "mixed" else planner
-    single, _ = best.plan(BATCH, cluster, cost=cost)
+    _, single = best.plan(BATCH, cluster, cost=cost)
     assert isinstance(single, PlanRecord) and single.predicted_s == record.predicted_s
     assert max(span.stop_s for span in spans) > 0
 
@@ -46,6 +48,6 @@ def test_the_record_names_what_was_taken_and_why(num_stages: int) -> None:
 def test_what_is_shown_before_and_after_a_run_is_what_its_planner_takes(strategy: str) -> None:
     cluster, given = ClusterSpec(num_ranks=2, max_tokens_per_rank=2048), config(strategy)
     cost = analytic_cost(given, MODEL, device="cpu", cluster=cluster)
-    record, _ = Planner(given, MODEL, device="cpu").plan(BATCH, cluster, cost=cost)
+    _, record = Planner(given, MODEL, device="cpu").plan(BATCH, cluster, cost=cost)
     shown, _ = RunPlanner(given, MODEL, device="cpu").plan(sequences_of(BATCH), cluster=cluster, cost=cost)
     assert isinstance(record, PlanRecord) and shown.plan_hash == record.plan_hash

@@ -121,8 +121,8 @@ class Scraper:
         """Messages are not looked at."""
 
     def update(self, report: StepReport) -> None:
-        target = json.loads((self._run_dir / "prometheus_sd.json").read_text())[0]["targets"][0]
         if report.step == 3:
+            target = json.loads((self._run_dir / "prometheus_sd.json").read_text())[0]["targets"][0]
             with urlopen(f"http://{target}/metrics", timeout=5) as answer:
                 self.text = answer.read().decode()
 

@@ -69,7 +69,7 @@ def test_alerts_say_what_to_do() -> None:
         notes = rule["annotations"]
         assert set(notes) == {"summary", "description", "runbook"} and "$labels.run" in notes["summary"]
         assert "$value" in notes["description"] or "$labels" in notes["description"]
-    named = {"Slowest ranks", "Gap to bound", "Planning beside training", "Devices", "Recoveries by cause"}
+    named = {"Slowest ranks", "Gap to bound", "Load of planners", "Devices", "Recoveries by cause"}
     assert named <= titles and all(any(name in rule["annotations"]["runbook"] for rule in alerts) for name in named)
 
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from rayfcp.cluster.trainer import CONTROLLER_CPUS
-from rayfcp.cluster.workers.starting import bundle
+from rayfcp.cluster.workers.starting import CONTROLLER_CPUS, bundle
 from rayfcp.config import Config, load_config
 from rayfcp.values.devices import DEVICES
 
@@ -85,7 +84,7 @@ def test_the_autoscaler_makes_room_for_the_run(path: Path) -> None:
     needed = bundle(config.cluster.device, threads=config.train.threads_per_worker)
     head, *workers = node_types(cluster).values()
     assert not head["resources"].get(device)
-    assert head["resources"]["CPU"] >= CONTROLLER_CPUS + config.plan.planner_actors
+    assert head["resources"]["CPU"] >= CONTROLLER_CPUS + config.plan.planner_bounds[1]
     for each in workers:
         devices = each["resources"][device]
         assert each["resources"]["CPU"] == devices * needed["CPU"]

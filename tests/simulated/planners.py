@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from rayfcp.cluster.planning.planner import PlanRecord
 from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance
+from tests.simulated.schedule import Schedule
 from tests.simulated.world import Actor, Deferred
 
 STEP_S = 0.2
@@ -29,8 +30,8 @@ class SimulatedPlanner:
 
     CONCURRENT: frozenset[str] = frozenset()
 
-    def __init__(self, actor: Actor, *, plan_s: float, on_plan: Callable[[], None]) -> None:
-        self._actor, self._plan_s, self._on_plan = actor, plan_s, on_plan
+    def __init__(self, actor: Actor, schedule: Schedule, *, on_plan: Callable[[], None]) -> None:
+        self._actor, self._plan_s, self._spread, self._on_plan = actor, schedule.plan_s, schedule.plan_spread, on_plan
 
     def ready(self) -> None: ...
 
@@ -39,16 +40,18 @@ class SimulatedPlanner:
     def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any) -> Deferred:
         result = Deferred()
         self._on_plan()
-        delay_s = self._plan_s * self._actor.world.random.uniform(0.5, 1.5)
-        self._actor.world.at(delay_s, lambda: result.settle(planned(batch, cluster)), self._actor.process)
+        delay_s = self._plan_s * self._actor.world.random.uniform(1 - self._spread, 1 + self._spread)
+        self._actor.world.at(
+            delay_s, lambda: result.settle(planned(batch, cluster, prepare_s=delay_s)), self._actor.process
+        )
         return result
 
     def simulate_step(self, programs: Any, *, cluster: ClusterSpec, cost: Any) -> tuple[()]:
         return ()
 
 
-def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
-    """A record and its programs: the slower a rank, the less it has to do."""
+def planned(batch: GlobalBatch, cluster: ClusterSpec, *, prepare_s: float) -> tuple[Any, ...]:
+    """Programs and their record: the slower a rank, the less it has to do."""
     speeds = cluster.speed_of_rank or (1.0,) * cluster.num_ranks
     mean = sum(speeds) / len(speeds)
     work = tuple(each / mean for each in speeds) * cluster.num_stages
@@ -67,6 +70,7 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         num_microbatches=1,
         imbalance=Imbalance(compute=0.0, attention=0.0, memory=0.0, communication=0.0),
         plan_s=0.01,
+        prepare_s=prepare_s,
         model_flops=1e9,
         attention_flops=1e8,
         groups=(),
@@ -83,4 +87,4 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         )
         for place in range(places)
     )
-    return record, programs
+    return programs, record

@@ -520,9 +520,9 @@ class SimulatedRun:
 
         def planner(actor: Actor, runtime: SimulatedRuntime, args: Any, kwargs: Any) -> SimulatedPlanner:
             living = [each.process.label for each in self.world.living("planner")]
-            if len(living) > self.config.plan.planner_actors:
+            if len(living) > self.config.plan.planner_bounds[1]:
                 self._violated(f"{living} live, plan.planner_actors is {self.config.plan.planner_actors}")
-            return SimulatedPlanner(actor, plan_s=self.schedule.plan_s, on_plan=self._on_plan)
+            return SimulatedPlanner(actor, self.schedule, on_plan=self._on_plan)
 
         return {
             Role.WORKER: worker,

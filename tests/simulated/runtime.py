@@ -35,8 +35,8 @@ Make = Callable[[Actor, "SimulatedRuntime", tuple[Any, ...], dict[str, Any]], An
 class Hooks:
     """Settings that a schedule may change. `never_opens`: workers that will die before they open; `hangs_opening`:
     workers that will be stopped before they open, for ever; `never_starts`: roles for whose actors there is no room;
-    `cpu_s`: clock of CPU time, which stands still unless somebody measures; `interrupts`: Ctrl-C at the driver, as soon
-    as it waits for the run."""
+    `spare_cpus`: beside those of devices; `cpu_s`: clock of CPU time, which stands still unless somebody measures;
+    `interrupts`: Ctrl-C at the driver, as soon as it waits for the run."""
 
     never_opens: int = 0
     hangs_opening: int = 0
@@ -44,6 +44,7 @@ class Hooks:
     interrupts: int = 0
     start_s: tuple[float, float] = START_S
     cpu_s: Callable[[], float] = float
+    spare_cpus: int = 8
 
 
 class SimulatedRuntime:
@@ -136,7 +137,9 @@ class SimulatedRuntime:
     # Devices and nodes.
 
     def resources(self) -> dict[str, float]:
-        return {"CPU": float(sum(node.slots for node in self.world.nodes.values() if node.alive))}
+        return {
+            "CPU": float(self.hooks.spare_cpus + sum(node.slots for node in self.world.nodes.values() if node.alive))
+        }
 
     def reserve(self, resources: Mapping[str, float], *, name: str) -> Reservation:
         self._check()

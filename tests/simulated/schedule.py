@@ -96,7 +96,7 @@ class Fault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """One run. `nodes`: devices of each node at the start; `skipped`: steps whose loss is not finite; `push_s`: what a
-    worker takes to send half of a copy."""
+    worker takes to send half of a copy; `plan_spread`: how far the time of a plan differs from `plan_s`, relatively."""
 
     seed: int
     num_steps: int
@@ -108,6 +108,7 @@ class Schedule:
     step_s: float
     plan_s: float
     push_s: float
+    plan_spread: float = 0.5
 
     def __str__(self) -> str:
         faults = "; ".join(f"{each.kind} (step {each.step}, {each.after_s:.2f} s)" for each in self.faults)
@@ -157,6 +158,8 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
     }
     plan_s = rng.choice([0.01, 0.1, 1.0])
     push_s = rng.choice([0.0, 0.0, step_s, 4 * step_s])
+    if rng.random() < 0.3:
+        sections["plan"] = {"lookahead_steps": "auto", "planner_actors": [1, 3]}
     if most >= 4:
         sections["cluster"] = rng.choice(LAYOUTS)
         least = max(least, 2) if sections["cluster"] else least

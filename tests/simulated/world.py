@@ -364,8 +364,8 @@ class World:
         def arrive() -> None:
             for ref, each in zip(call.refs, values, strict=True):
                 ref.settle(each, failure)
-            # Of several values all but the first are large: they stay where they were made.
-            self.nodes[actor.process.node].values += call.refs[1:]
+            # Several values are large, or follow large ones: they stay where they were made.
+            self.nodes[actor.process.node].values += call.refs if len(call.refs) > 1 else []
 
         self.at(self.latency_s(), arrive)
 

@@ -53,7 +53,7 @@ def event(kind: EventKind, at_s: float, *, seconds: float = 0.0, step: int = 0, 
     return Event(kind=kind, step=step, at_s=at_s, devices=4, seconds=seconds, lost_steps=lost_steps)
 
 
-START, RECOVERY, RESIZE, END, COPIES = EventKind
+START, RECOVERY, RESIZE, END, *_ = EventKind
 
 
 def test_wall_time_counts_every_start_to_its_end_and_no_pause_between() -> None:

@@ -20,14 +20,15 @@ from tests.telemetry.samples import report, reports
 from tests.telemetry.scraping import Samples, scrape
 from tests.waiting import PATIENCE_S
 
-CONTRACT = """step_seconds plan_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio imbalance_ratio bubble_ratio
-gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total loss grad_norm learning_rate
-context_parallel_degree_bucket world_size goodput_ratio process_group_seconds process_groups checkpoint_seconds
-worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total
-snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds predicted_seconds num_microbatches
-strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by devices_wanted checkpoints_total
-checkpoint_step straggler_threshold_ratio skipped_updates_total failed_checkpoints_total snapshot_interval_steps
-snapshot_away_interval_steps expected_lost_seconds_per_hour"""
+CONTRACT = """step_seconds plan_seconds prepare_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio
+imbalance_ratio bubble_ratio gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total
+loss grad_norm learning_rate context_parallel_degree_bucket world_size goodput_ratio process_group_seconds
+process_groups checkpoint_seconds worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds
+lost_steps_total resizes_total snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds
+predicted_seconds num_microbatches strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by
+devices_wanted checkpoints_total checkpoint_step straggler_threshold_ratio skipped_updates_total
+failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour planners
+lookahead_steps planning_load_ratio"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -75,7 +76,8 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     exporter.count("resizes_total", direction="down")
     for name in ("snapshot_seconds", "snapshot_interval_steps", "snapshot_away_interval_steps"):
         exporter.set(name, 0.1)
-    exporter.set("expected_lost_seconds_per_hour", 0.1)
+    for name in ("expected_lost_seconds_per_hour", "planners", "lookahead_steps", "planning_load_ratio"):
+        exporter.set(name, 0.1)
     exporter.set_speed(0, 0.75)
     samples = scrape(exporter.url)
     names = {name for name, _ in samples}

@@ -136,6 +136,19 @@ def test_it_says_how_often_the_state_was_copied_last(tmp_path: Path) -> None:
     assert "the state is copied" not in page_of([report(1)], other)
 
 
+def test_it_says_when_planning_cannot_keep_up(tmp_path: Path) -> None:
+    """And what to change; the last decision counts."""
+    said = ["2 planners prepare up to 4 steps ahead: quick", "planning cannot keep up: slow, raise plan.planner_actors"]
+    append_event(tmp_path / "events.jsonl", START)
+    for step, reason in zip((3, 16), said, strict=True):
+        append_event(
+            tmp_path / "events.jsonl",
+            dataclasses.replace(START, kind=EventKind.PLANNING, step=step, seconds=0.0, cluster=None, reason=reason),
+        )
+    page = page_of([report(1), report(2)], tmp_path)
+    assert f"<p>From step 16 on, {said[1]}.</p>" in page and f"<td>{said[0]}</td>" in page
+
+
 def fresh(folder: Path) -> Path:
     """An empty folder for another run."""
     (folder / "other").mkdir()

@@ -16,9 +16,9 @@ from rayfcp.values import StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
-KEYS = """step loss grad_norm learning_rate num_tokens num_sequences step_s predicted_s plan_s plan_wait_s mfu
-attention_mfu imbalance bubble gap strategy world_size degrees num_microbatches plan_hash samples_hash recovered
-reason"""
+KEYS = """step loss grad_norm learning_rate num_tokens num_sequences step_s predicted_s plan_s prepare_s
+plan_wait_s mfu attention_mfu imbalance bubble gap strategy world_size degrees num_microbatches plan_hash
+samples_hash recovered reason"""
 
 
 def test_a_line_has_the_contracts_keys() -> None:

@@ -53,6 +53,11 @@ class Recorder:
         self._num_devices = event.devices
         append_event(self._run_dir / events.FILE, event)
 
+    def note(self, kind: EventKind, *, step: int, devices: int, text: str) -> None:
+        """Add an event that changes no devices."""
+        at_s = self._runtime.epoch_s()
+        self.add_event(Event(kind=kind, step=step, at_s=at_s, devices=devices, devices_before=devices, reason=text))
+
     def add_step(self, planned: PlannedStep, devices: Sequence[DeviceReport], *, cluster: ClusterSpec) -> None:
         """Record a finished step; one that ran again replaces the first try. Where hosts do not wait for devices, busy
         times are unknown."""
@@ -230,6 +235,7 @@ def step_report(
         step_s=step_s,
         predicted_s=record.predicted_s,
         plan_s=record.plan_s,
+        prepare_s=record.prepare_s,
         plan_wait_s=planned.wait_s,
         mfu=record.model_flops / (step_s * peak_flops),
         attention_mfu=record.attention_flops / (step_s * peak_flops),

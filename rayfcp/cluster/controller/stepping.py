@@ -22,6 +22,7 @@ from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.stragglers import Speeds
 from rayfcp.execute.reports import DeviceFullError, DeviceReport, Joined
 from rayfcp.plan import CostModel
+from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
 
@@ -60,8 +61,8 @@ class Stepper:
         self._speeds, self._log = Speeds(slow_ratio=config.elastic.slow_ratio), log
         self._peak_flops = 0.0
         self._times = StepTimes()
-        self._finished: tuple[PlannedStep, list[DeviceReport]] | None = None
-        """The last step, until it is learned from."""
+        self._finished: tuple[PlannedStep, list[DeviceReport], float] | None = None
+        """The last step and its seconds, until it is learned from."""
         self.replication = replication
         self._again_to = 0
         """Last step that was already done once, before a recovery to an older state."""
@@ -123,7 +124,7 @@ class Stepper:
         )
         # Without images, which are large and not needed any more.
         planned = dataclasses.replace(planned, pixels=())
-        self._finished = planned, devices
+        self._finished = planned, devices, step_s
         self.last_finished = step
         self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
         self.cluster_state.on_step_finished()
@@ -187,10 +188,10 @@ class Stepper:
         return refs
 
     def _learn(self) -> None:
-        """Refit cost model and speeds from the last finished step, while the next one runs."""
+        """Refit cost model and speeds from the last finished step, and decide on planners, while the next one runs."""
         if self._finished is None:
             return
-        (planned, devices), self._finished = self._finished, None
+        (planned, devices, step_s), self._finished = self._finished, None
         record, state, cluster = planned.record, self.cluster_state, self.cluster_state.cluster
         if self._config.plan.refit:
             self.refit = self.refit.after(observations(record.groups, devices))
@@ -207,6 +208,22 @@ class Stepper:
             for number, id in enumerate(state.ids):
                 self.journal.metrics.set_speed(number, self._speeds.of(id))
         self.plans.use(self.refit.cost, cluster=self._with_speeds(cluster, state.ids))
+        self._plan_ahead(prepare_s=record.prepare_s, step_s=step_s)
+
+    def _plan_ahead(self, *, prepare_s: float, step_s: float) -> None:
+        """Adapt planners and lookahead to the times of the last step; log and record what changes."""
+        changed = self.plans.adapt(prepare_s=prepare_s, step_s=step_s)
+        lookahead = self.plans.lookahead
+        self.journal.metrics.set("planners", lookahead.planners)
+        self.journal.metrics.set("lookahead_steps", lookahead.steps)
+        if lookahead.load:
+            self.journal.metrics.set("planning_load_ratio", lookahead.load)
+        if changed:
+            self._log(lookahead.reason)
+            devices = len(self.cluster_state.ids)
+            self.journal.record.note(
+                EventKind.PLANNING, step=self.last_finished, devices=devices, text=lookahead.reason
+            )
 
     def _with_speeds(self, cluster: ClusterSpec, ids: Sequence[str]) -> ClusterSpec:
         """`cluster` with the speeds that plans take into account."""

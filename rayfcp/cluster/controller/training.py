@@ -31,7 +31,7 @@ from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, adopt_le
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
-from rayfcp.telemetry.events import Event, EventKind
+from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, StepReport
@@ -143,7 +143,7 @@ class Controller:
         self._announce(f"live page: {journal.metrics.where}")
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
         cleanup.callback(decoders.end)
-        plans = PlanQueue(planners, data.sampler, lookahead=config.plan.lookahead_steps, decoders=decoders)
+        plans = PlanQueue(planners, data.sampler, bounds=config.plan.lookahead_bounds, decoders=decoders)
         self._announce_devices(cluster_state, initial)
         costs = StartCosts(
             config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
@@ -225,9 +225,8 @@ class Controller:
         """Log how often the state is copied, and record it for the report."""
         self._log(text)
         assert self.journal is not None
-        step, at_s, devices = self.reports[-1].step, self._runtime.epoch_s(), len(cluster_state.ids)
-        told = Event(kind=EventKind.COPIES, step=step, at_s=at_s, devices=devices, devices_before=devices, reason=text)
-        self.journal.record.add_event(told)
+        step, devices = self.reports[-1].step, len(cluster_state.ids)
+        self.journal.record.note(EventKind.COPIES, step=step, devices=devices, text=text)
 
     def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
         cluster, found = initial.cluster, len(cluster_state.worker_group.all)

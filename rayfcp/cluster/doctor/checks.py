@@ -230,7 +230,7 @@ def cluster_resources(facts: Facts) -> Findings:
     if cluster is None:
         return
     least, most, threads = config.cluster.min_workers, config.cluster.max_workers, config.train.threads_per_worker
-    others = config.plan.planner_actors + 1
+    others = config.plan.planner_bounds[0] + 1
     wanted = [("CPU", least * threads + others, most * threads + others)]
     if name := _device(facts).resource:
         wanted.insert(0, (name, least, most))

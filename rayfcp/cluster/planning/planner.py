@@ -1,9 +1,9 @@
 """The planner actor: from a global batch to checked programs, on a spare CPU; and the same for previews and reports."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayfcp.cluster.controller.observing import TimedGroups, own_seconds, timed_groups
 from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shards
@@ -110,9 +110,10 @@ class RunPlanner:
 class PlanRecord:
     """Summary of a plan for the controller; the programs go from planner to workers directly.
 
-    `plan_s`: from lengths to BatchPlan, simulation of the candidates of `auto` included. `model_flops`,
-    `attention_flops`: forward and backward of the batch. `groups`: groups for refitting the cost model; `own_s`:
-    predicted busy seconds of each rank and stage (`own_seconds`).
+    `plan_s`: from lengths to BatchPlan, simulation of the candidates of `auto` included. `prepare_s`: from lengths to
+    checked programs that are serialized. `model_flops`, `attention_flops`: forward and backward of the
+    batch. `groups`: groups for refitting the cost model; `own_s`: predicted busy seconds of each rank and stage
+    (`own_seconds`).
     """
 
     step: int
@@ -126,6 +127,7 @@ class PlanRecord:
     num_microbatches: int
     imbalance: Imbalance
     plan_s: float
+    prepare_s: float
     model_flops: float
     attention_flops: float
     groups: TimedGroups
@@ -171,10 +173,13 @@ class Planner:
         memory_bytes = hardware_profile(DEVICES[self._device].base_hardware).memory_bytes
         cost = analytic_cost(self._config, self._model, device=self._device, cluster=cluster, memory_bytes=memory_bytes)
         with suppress(InfeasiblePlanError):
-            self.plan(batch, cluster, cost=cost)
+            for _ in self.plan(batch, cluster, cost=cost):
+                pass
 
-    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel) -> tuple[PlanRecord, Programs]:
-        """Return the record and the programs of all stages and ranks, after the progress check.
+    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel) -> Iterator[PlanRecord | Programs]:
+        """Yield the programs of all stages and ranks, after the progress check, then the record.
+
+        Ray serializes and stores each value before it asks for the next one, so that `prepare_s` includes it.
 
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
@@ -199,12 +204,14 @@ class Planner:
             num_microbatches=len(plan.microbatches),
             imbalance=imbalance_of(loads, speed_of_rank=cluster.speed_of_rank),
             plan_s=plan_s,
+            prepare_s=0.0,
             model_flops=model_flops(self._model, sequences),
             attention_flops=attention_flops(self._model, sequences),
             groups=timed_groups(plan, sequences, cluster=cluster),
             own_s=own_seconds(loads, cost=cost),
         )
-        return record, programs
+        yield programs
+        yield replace(record, prepare_s=time.perf_counter() - start_s)
 
     def simulate_step(self, programs: Programs, *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """Simulated spans of a step, from 0."""

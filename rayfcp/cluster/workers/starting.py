@@ -29,6 +29,8 @@ STANDBY_SHARE = 0.1
 """Of an accelerator that a standby process holds, so that Ray lets it see the device of its worker, which has the
 rest."""
 
+CONTROLLER_CPUS = 1
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause after workers that could not open; it doubles from the first to the longest."""
 
@@ -42,6 +44,12 @@ def resolved_device(config: Config, *, runtime: Runtime) -> str:
     if config.cluster.device != AUTO:
         return config.cluster.device
     return device_in(runtime.resources()).name
+
+
+def other_cpus(config: Config) -> int:
+    """CPUs of all that a run starts beside planners: its most workers, decoders, the controller."""
+    decoders = config.data.decoder_actors if config.data.processor else 0
+    return config.cluster.max_workers * config.train.threads_per_worker + decoders + CONTROLLER_CPUS
 
 
 def bundle(device: str, *, threads: int, share: float = 1.0) -> dict[str, float]:

@@ -46,7 +46,7 @@ def values_of(report: StepReport) -> dict[str, float]:
     groups = {
         "train": ("loss", "grad_norm", "learning_rate", "num_tokens", "num_sequences"),
         "speed": ("step_s", "mfu", "attention_mfu", "bubble", "world_size"),
-        "plan": ("predicted_s", "plan_s", "plan_wait_s", "gap", "num_microbatches"),
+        "plan": ("predicted_s", "plan_s", "prepare_s", "plan_wait_s", "gap", "num_microbatches"),
     }
     values = {f"{group}/{key}": float(getattr(report, key)) for group, keys in groups.items() for key in keys}
     values |= {f"imbalance/{key}": value for key, value in report.imbalance.by_resource.items()}
