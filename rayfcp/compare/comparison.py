@@ -9,7 +9,16 @@ from typing import Any
 from rayfcp.compare.arguments import Inputs, chosen, missing
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
-from rayfcp.compare.results import BatchFigures, Entry, Scene, averaged, best_baseline, measure, timeline_of
+from rayfcp.compare.results import (
+    BatchFigures,
+    Entry,
+    Scene,
+    averaged,
+    best_baseline,
+    check_size,
+    measure,
+    timeline_of,
+)
 from rayfcp.compare.settings import Setting, rank_profile, ranks_of, settings_of, stages_of
 from rayfcp.config import ConfigError
 from rayfcp.config.models import PlanConfig
@@ -177,6 +186,7 @@ def evaluate(
             plan, programs, plan_s = plan_auto_timed(batch, setting=setting, options=case.options)
         else:
             plan, plan_s = plan_timed(batch, strategy=name, setting=setting, options=case.options)
+        check_size(plan)
         if check and number == 1:
             try:
                 check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)

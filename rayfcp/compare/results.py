@@ -14,7 +14,7 @@ from rayfcp.plan.layout import placements_of
 from rayfcp.plan.strategies.registry import get
 from rayfcp.program import Programs, check_progress, lower
 from rayfcp.simulate import Breakdown, Timeline, simulate
-from rayfcp.values import BatchPlan, Imbalance, SequenceSpec
+from rayfcp.values import BatchPlan, Imbalance, InfeasiblePlanError, Primitive, SequenceSpec
 
 PARTS = ("compute", "sharding", "all_to_all", "ring", "hop", "bubble")
 
@@ -169,6 +169,36 @@ def measure(
         num_microbatches=len(plan.microbatches),
     )
     return measured, Scene(strategy=plan.strategy, plan=plan, sequences=tuple(sequences), timeline=timeline)
+
+
+MOST_BYTES = 4 << 30
+"""Memory that compare may take, everything else included, so that it runs beside other work on a laptop."""
+
+BYTES_PER_TRANSFER = 2000
+"""What lowering and simulating take for each transfer of keys and values, on each stage: 1,550 to 1,600 bytes measured
+on a ring of 512 ranks, 2026-11-27."""
+
+
+def check_size(plan: BatchPlan) -> None:
+    """
+    Raises:
+        InfeasiblePlanError: Simulating the plan would take more than `MOST_BYTES`.
+    """
+    transfers = 0
+    for each in plan.microbatches:
+        if each.layout is not None:
+            transfers += sum(len(step.transfers) for step in each.layout.rounds)
+        else:
+            transfers += sum(
+                group.degree * (group.degree - 1) for group in each.groups if group.primitive is Primitive.RING
+            )
+    needed = transfers * BYTES_PER_TRANSFER * plan.num_stages
+    if needed > MOST_BYTES:
+        raise InfeasiblePlanError(
+            f"simulating it takes {needed / GIB:.1f} GiB, for {transfers} transfers of keys and values on "
+            f"{plan.num_stages} stages, compare has {MOST_BYTES / GIB:.0f}; use fewer --devices or a smaller "
+            "--global-batch, or leave the strategy out of --strategies"
+        )
 
 
 def prepared(

@@ -141,6 +141,12 @@ def test_a_sequence_that_fits_nowhere_is_infeasible(tmp_path: Path) -> None:
     assert not entry["feasible"] and "8192 tokens, 4 ranks hold at most 8000 (2000 each)" in entry["reason"]
 
 
+def test_what_takes_too_much_memory_to_simulate_is_refused(tmp_path: Path) -> None:
+    """One ring over 2,048 ranks has 4 million transfers; nothing is lowered."""
+    entry = results(compare(small(tmp_path, devices=2048, batches=1, strategies=("ring",))))["ring"]
+    assert not entry["feasible"] and "compare has 4; use fewer --devices" in entry["reason"]
+
+
 def free(folder: Path, **changes: Any) -> Inputs:
     return small(folder, max_tokens_per_rank=None, **({"batches": 1, "strategies": ("flex-ring",)} | changes))
 
