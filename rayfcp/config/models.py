@@ -201,6 +201,10 @@ class PipelineOptions(Section):
     milp_nodes: int = Field(default=100, ge=0, description="without effect, kept for older configurations")
 
 
+AUTO_MOVES: Literal["auto"] = "auto"
+"""Value of `plan.search_moves` that leaves the number to the planner."""
+
+
 class PlanConfig(Section):
     """Planning of global batches."""
 
@@ -223,9 +227,10 @@ class PlanConfig(Section):
     refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
     blocks: BlockOptions = BlockOptions()
     pipeline: PipelineOptions = PipelineOptions()
-    search_moves: Count = Field(
-        default=300_000,
-        description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
+    search_moves: Count | Literal["auto"] = Field(
+        default=AUTO_MOVES,
+        description="trials of a sequence in a group by the joint search, in each of up to six spaces of plans, for up "
+        "to 512 sequences, more for more; auto: as ranks, sequences and spare time allow",
     )
 
 
