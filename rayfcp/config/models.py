@@ -25,6 +25,11 @@ def as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def as_primitives(value: Any) -> Any:
+    """All primitives for `auto`: groups that cannot be of one, as heads do not divide, are of the other."""
+    return ("ring", "ulysses") if value == "auto" else as_list(value)
+
+
 def workers_or_range(value: Any) -> Any:
     """A count `D` or a range `[min, max]` of devices, checked as a whole so that one message covers both."""
     is_range = isinstance(value, list | tuple)
@@ -220,8 +225,8 @@ class PlanConfig(Section):
     degrees: Literal["exact", "dp"] = Field(
         default="exact", description="least degrees of the least makespan, or the paper's dynamic program"
     )
-    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
-        default=("ring",), min_length=1, description="how groups may exchange what attention needs"
+    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_primitives)] = Field(
+        default="auto", validate_default=True, min_length=1, description="how groups may exchange what attention needs"
     )
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
     refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
