@@ -43,15 +43,23 @@ class RunPlanner:
         self._hardware: tuple[ClusterSpec, CostModel, HardwareProfile] | None = None
 
     def plan(
-        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, strategy: str | None = None
+        self,
+        sequences: Sequence[SequenceSpec],
+        *,
+        cluster: ClusterSpec,
+        cost: CostModel,
+        strategy: str | None = None,
+        search_moves: int | None = None,
     ) -> tuple[BatchPlan, tuple[RankProgram, ...]]:
         """Plan by the run's strategy on so many stages, or the named one; with the programs if `auto` lowered them,
-        which takes the fastest candidate by simulation.
+        which takes the fastest candidate by simulation. `search_moves`: in place of the configured ones.
 
         Raises:
             InfeasiblePlanError: there is no plan; names the binding constraint.
         """
         name, options = strategy or strategy_on(self._config, cluster.num_stages), self._config.plan
+        if search_moves is not None:
+            options = options.model_copy(update={"search_moves": search_moves})
         if name != AUTO:
             return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options), ()
         choice = choose(
@@ -175,17 +183,17 @@ class Planner:
             self.plan(batch, cluster, cost=cost)
 
     def plan(
-        self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel
+        self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel, search_moves: int | None = None
     ) -> tuple[PlanRecord | RankProgram, ...]:
         """Return the record, then one program per rank of each stage in the order of `lower`, after the progress
-        check.
+        check. `search_moves`: in place of the configured ones.
 
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
         sequences = sequences_of(batch, layer_kinds=self._model.layer_kinds)
         start_s = time.perf_counter()
-        plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost)
+        plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost, search_moves=search_moves)
         plan_s = time.perf_counter() - start_s
         layouts = layouts_of(plan, sequences)
         programs = programs or self._run.lower(plan, sequences, cluster=cluster, layouts=layouts)
