@@ -38,7 +38,7 @@ from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
 
-PLANNER = "rayfcp.plan.groups.planner"
+SEARCH = "rayfcp.plan.groups.joint"
 Patch = tuple[str, str, Any]  # module (and class), attribute, value or a function of the present value
 
 MODELS = ("qwen3-1.7b", "llama3-8b", "qwen3-8b", "gpt-13b", "gpt-30b")
@@ -131,21 +131,23 @@ def group_switches() -> dict[str, list[Patch]]:
     def none(*_: object, **__: object) -> tuple[()]:
         return ()
 
-    cuts, search = "rayfcp.plan.groups.two_stage.Cuts", f"{PLANNER}.JointSearch"
+    cuts, search = "rayfcp.plan.groups.two_stage.Cuts", f"{SEARCH}.SpaceSearch"
     total_s = importlib.import_module("rayfcp.plan.groups.kernels.search").total_s
-    perturb, ruin = (getattr(importlib.import_module(PLANNER), name) for name in ("perturb", "ruin"))
+    perturb, ruin = (getattr(importlib.import_module(SEARCH), name) for name in ("perturb", "ruin"))
     return {
-        "fill in turn": [(PLANNER, "FORCED", math.inf), (PLANNER, "SCARCE", math.inf)],
-        "fill rounded to node": [(PLANNER, "fill_in_turn", lambda old: lambda problem, **_: old(problem))],
+        "fill in turn": [(SEARCH, "FORCED", math.inf), (SEARCH, "SCARCE", math.inf)],
+        "fill rounded to node": [(SEARCH, "fill_in_turn", lambda old: lambda problem, **_: old(problem))],
         "pack cuts": [(search, "_pack_cuts", lambda _: none)],
-        "even start": [(PLANNER, "even", lambda _: lambda *_, **__: math.inf)],
+        "even start": [(SEARCH, "even", lambda _: lambda *_, **__: math.inf)],
         "round starts": [(cuts, "rounds", lambda _: none)],
         "cuts by length": [(cuts, "_by_length", lambda _: none)],
-        "improve": [(PLANNER, "improve", lambda _: lambda problem, **_: total_s(problem))],
-        "staged starts": [(PLANNER, "STAGED_CUTS", 0)],
-        "perturb": [(PLANNER, "perturb", lambda _: ruin)],
-        "ruin": [(PLANNER, "ruin", lambda _: perturb)],
-        "perturb and ruin": [(PLANNER, "TURNS", 0)],
+        "improve": [(SEARCH, "improve", lambda _: lambda problem, **_: total_s(problem))],
+        "staged starts": [(SEARCH, "STAGED_CUTS", 0)],
+        "perturb": [(SEARCH, "perturb", lambda _: ruin)],
+        "ruin": [(SEARCH, "ruin", lambda _: perturb)],
+        "perturb and ruin": [(SEARCH, "TURNS", 0), (search, "race", lambda _: none)],
+        "narrower spaces": [(SEARCH, "narrower", lambda _: none)],
+        "lines of a round": [(SEARCH, "LINES", 1), (SEARCH, "TURN_SHARE", 2.0)],
         "pinned groups": [("rayfcp.plan.groups.unequal", "_pinned", lambda _: none)],
     }
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from rayfcp.compare.lengths import draw_batches
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.plan.moves import FIRST
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 
@@ -64,7 +65,6 @@ def _log(name: str, ratios: tuple[float, ...]) -> None:
 
 def parser(description: str | None, *, batches: int) -> argparse.ArgumentParser:
     """Parser of options of the batches, the machine and what plans may use; `batches` by default."""
-    defaults = PlanConfig()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
     parser.add_argument("--sequences", type=int, default=512)
@@ -74,7 +74,7 @@ def parser(description: str | None, *, batches: int) -> argparse.ArgumentParser:
     parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="microbatch")
     parser.add_argument("--batches", type=int, default=batches)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--search-moves", type=int, default=defaults.search_moves)
+    parser.add_argument("--search-moves", type=int, default=FIRST)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--hardware", default="ascend-910c")
     parser.add_argument("--max-seqlen", type=int, default=131_072)

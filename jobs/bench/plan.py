@@ -14,6 +14,7 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.plan.moves import FIRST
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
 
 
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", default="flex-ring")
     parser.add_argument("--packing", default=defaults.packing, help="of flex-ring: joint or bfd")
     parser.add_argument("--degrees", default=defaults.degrees, help="of flex-ring: exact or dp")
-    parser.add_argument("--search-moves", type=int, default=defaults.search_moves)
+    parser.add_argument("--search-moves", type=int, default=FIRST)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--hardware", default="ascend-910c")
     parser.add_argument("--recompute", action="store_true", help="recompute every layer: more tokens fit")

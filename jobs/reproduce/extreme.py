@@ -35,6 +35,7 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.plan.moves import FIRST
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
@@ -262,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--hardware", default="ascend-910c")
     parser.add_argument("--primitives", type=lambda text: tuple(text.split(",")), default=("ring", "ulysses"))
-    parser.add_argument("--search-moves", type=int, default=PlanConfig().search_moves, help="budget of flex-ring")
+    parser.add_argument("--search-moves", type=int, default=FIRST, help="budget of flex-ring")
     parser.add_argument(
         "--recompute", action=argparse.BooleanOptionalAction, default=True, help="every layer: more tokens fit"
     )

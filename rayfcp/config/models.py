@@ -25,6 +25,11 @@ def as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def as_primitives(value: Any) -> Any:
+    """All primitives for `auto`: groups that cannot be of one, as heads do not divide, are of the other."""
+    return ("ring", "ulysses") if value == "auto" else as_list(value)
+
+
 def count_or_range(value: Any) -> Any:
     """A count or a range `[min, max]` of counts, checked as a whole so that one message covers both."""
     is_range = isinstance(value, list | tuple)
@@ -207,6 +212,9 @@ class PipelineOptions(Section):
     milp_nodes: int = Field(default=100, ge=0, description="without effect, kept for older configurations")
 
 
+AUTO_MOVES: Literal["auto"] = "auto"
+"""Value of `plan.search_moves` that leaves the number to the planner."""
+
 AUTO_LOOKAHEAD, AUTO_PLANNERS = (4, 16), (1, 4)
 """Bounds of `auto`. Four steps ahead hide a planner that stalls for a step or two; more hold programs in memory (26 MiB
 a step at 1,024 ranks) and follow refitted costs later, so that they are taken only where preparing is slow."""
@@ -237,16 +245,17 @@ class PlanConfig(Section):
     degrees: Literal["exact", "dp"] = Field(
         default="exact", description="least degrees of the least makespan, or the paper's dynamic program"
     )
-    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
-        default=("ring",), min_length=1, description="how groups may exchange what attention needs"
+    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_primitives)] = Field(
+        default="auto", validate_default=True, min_length=1, description="how groups may exchange what attention needs"
     )
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
     refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
     blocks: BlockOptions = BlockOptions()
     pipeline: PipelineOptions = PipelineOptions()
-    search_moves: Count = Field(
-        default=300_000,
-        description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
+    search_moves: Count | Literal["auto"] = Field(
+        default=AUTO_MOVES,
+        description="trials of a sequence in a group by the joint search, in each of up to six spaces of plans, for up "
+        "to 512 sequences, more for more; auto: as ranks, sequences and spare time allow",
     )
 
     @property

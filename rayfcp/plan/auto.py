@@ -15,6 +15,7 @@ from rayfcp.cost.bound import check_longest, lower_bound
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import node_of_ranks
+from rayfcp.plan.moves import with_share
 from rayfcp.plan.strategies.registry import AUTO, Proposal, StrategyInfo, strategies
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
 
@@ -124,7 +125,7 @@ def _mixed(
     parts: list[MicrobatchPlan] = []
     for microbatch in base:
         members = [by_id[each] for each in sorted(each for group in microbatch.groups for each in group.sequences)]
-        share = options.model_copy(update={"search_moves": max(options.search_moves * len(members) // len(by_id), 1)})
+        share = with_share(options, parts=len(members), of=len(by_id))
         try:
             found = other.plan(members, cluster=cluster, cost=cost, options=share).microbatches
         except InfeasiblePlanError:

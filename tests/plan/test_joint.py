@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.plan.assembly import columns_of
-from rayfcp.plan.groups.planner import JointSearch, problem_of
+from rayfcp.plan.groups.joint import JointSearch, SpaceSearch, narrower
+from rayfcp.plan.groups.planner import problem_of
 from rayfcp.plan.groups.two_stage import Cuts, dynamic_program
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from tests.cost.test_bound import best_plan_s
@@ -108,8 +109,9 @@ def test_plans_that_are_kept_differ(sequences: list[SequenceSpec], num_ranks: in
     cluster = cluster_of(sequences, num_ranks, room)
     batch = columns_of(sequences, cost=UNIT)
     problem = problem_of(batch, cluster=cluster, cost=UNIT, primitives=(Primitive.RING,))
-    found = JointSearch(problem, cuts=Cuts(problem, max_more=3), max_moves=2000).run()
-    seconds = np.array([each[0] for each in found])
+    search = SpaceSearch(problem, cuts=Cuts(problem, max_more=3), size=2000)
+    search.run()
+    seconds = np.array([each[0] for each in search.lines])
     assert (np.diff(seconds) > 1e-10 * seconds[1:]).all()
 
 
@@ -146,6 +148,44 @@ def test_more_moves_help() -> None:
         for moves in (1, 20_000)
     )
     assert many < few
+
+
+MOVES = (300_000, 900_000, 2_100_000)
+"""The first search of the whole space alone, and with rounds in all spaces."""
+
+
+def found_s(sequences: list[SequenceSpec], num_ranks: int, room: int, *, moves: int, cost: CostModel) -> float:
+    batch, cluster = columns_of(sequences, cost=cost), ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
+    problem = problem_of(batch, cluster=cluster, cost=cost, primitives=tuple(Primitive))
+    return JointSearch(problem, max_more=8, max_moves=moves).run()[0]
+
+
+@pytest.mark.parametrize(("seed", "num_ranks"), [(1, 5), (2, 12), (3, 16), (4, 24)])
+def test_more_moves_are_never_worse(seed: int, num_ranks: int) -> None:
+    sequences = lognormal(seed, count=80, longest=30_000)
+    seconds = [found_s(sequences, num_ranks, 8192, moves=moves, cost=profiled(num_ranks)) for moves in MOVES]
+    assert (np.diff(seconds) <= 1e-9 * seconds[0]).all()
+    assert seconds[-1] < seconds[0]
+
+
+@examples(10)
+@given(batches(max_sequences=10, max_tokens=300), st.integers(1, 9), st.integers(1, 300))
+def test_more_moves_are_never_worse_for_any_batch(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
+    room = cluster_of(sequences, num_ranks, room).max_tokens_per_rank
+    seconds = [found_s(sequences, num_ranks, room, moves=moves, cost=UNIT) for moves in MOVES]
+    assert (np.diff(seconds) <= 1e-9 * seconds[0]).all()
+
+
+@pytest.mark.parametrize(("seed", "num_ranks"), [(1, 5), (2, 12), (3, 16), (4, 24)])
+def test_a_wider_space_is_never_worse(seed: int, num_ranks: int) -> None:
+    """A primitive more, or degrees that are no powers of two, at the same number of moves."""
+    sequences = lognormal(seed, count=80, longest=30_000)
+    cost, cluster = profiled(num_ranks), ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=8192)
+    whole = problem_of(columns_of(sequences, cost=cost), cluster=cluster, cost=cost, primitives=tuple(Primitive))
+    wide_s = JointSearch(whole, max_more=8, max_moves=2_100_000).run()[0]
+    narrow_s = [JointSearch(each, max_more=8, max_moves=2_100_000).run()[0] for each in narrower(whole)]
+    assert len(narrow_s) >= 3
+    assert wide_s <= min(narrow_s) * 1.001
 
 
 def test_degrees_by_threshold_reach_what_the_dynamic_programme_reaches() -> None:

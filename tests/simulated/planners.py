@@ -37,7 +37,7 @@ class SimulatedPlanner:
 
     def warm_up(self, batch: GlobalBatch) -> None: ...
 
-    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any) -> Deferred:
+    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any, search_moves: int) -> Deferred:
         result = Deferred()
         self._on_plan()
         delay_s = self._plan_s * self._actor.world.random.uniform(1 - self._spread, 1 + self._spread)

@@ -127,6 +127,7 @@ class Stepper:
         self._finished = planned, devices, step_s
         self.last_finished = step
         self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
+        self.plans.spend_slack(planned, step_s=step_s)
         self.cluster_state.on_step_finished()
         self._guard.check(planned.batch, devices[0], metrics=self.journal.metrics)
         # Before the next one, after which copies of this step's state may be dropped: a restarted controller cannot

@@ -42,15 +42,23 @@ class RunPlanner:
         self._hardware: tuple[ClusterSpec, CostModel, HardwareProfile] | None = None
 
     def plan(
-        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, strategy: str | None = None
+        self,
+        sequences: Sequence[SequenceSpec],
+        *,
+        cluster: ClusterSpec,
+        cost: CostModel,
+        strategy: str | None = None,
+        search_moves: int | None = None,
     ) -> tuple[BatchPlan, Programs | None]:
         """Plan by the run's strategy on so many stages, or the named one; with the programs if `auto` lowered them,
-        which takes the fastest candidate by simulation.
+        which takes the fastest candidate by simulation. `search_moves`: in place of the configured ones.
 
         Raises:
             InfeasiblePlanError: there is no plan; names the binding constraint.
         """
         name, options = strategy or strategy_on(self._config, cluster.num_stages), self._config.plan
+        if search_moves is not None:
+            options = options.model_copy(update={"search_moves": search_moves})
         if name != AUTO:
             return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options), None
         choice = choose(
@@ -176,8 +184,11 @@ class Planner:
             for _ in self.plan(batch, cluster, cost=cost):
                 pass
 
-    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel) -> Iterator[PlanRecord | Programs]:
-        """Yield the programs of all stages and ranks, after the progress check, then the record.
+    def plan(
+        self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel, search_moves: int | None = None
+    ) -> Iterator[PlanRecord | Programs]:
+        """Yield the programs of all stages and ranks, after the progress check, then the record. `search_moves`: in
+        place of the configured ones.
 
         Ray serializes and stores each value before it asks for the next one, so that `prepare_s` includes it.
 
@@ -186,7 +197,7 @@ class Planner:
         """
         sequences = sequences_of(batch, layer_kinds=self._model.layer_kinds)
         start_s = time.perf_counter()
-        plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost)
+        plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost, search_moves=search_moves)
         plan_s = time.perf_counter() - start_s
         placements = placements_of(plan, sequences)
         programs = programs or self._run.lower(plan, sequences, cluster=cluster, placements=placements)

@@ -12,10 +12,12 @@ from rayfcp.cluster.runtime import ActorLostError, ActorSpec, CallError, NoAnswe
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.starting import CapacityError, other_cpus
 from rayfcp.config import Config
+from rayfcp.config.models import PlanConfig
 from rayfcp.data import Sampler
 from rayfcp.elastic.lookahead import Lookahead, PlanningFacts, decide
 from rayfcp.plan import CostModel
 from rayfcp.plan.first import COMPILES, compiles_first
+from rayfcp.plan.moves import USUAL_LEVEL, moves_of, next_level
 from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile, Span
 
 MAX_DEATHS = 3
@@ -68,6 +70,11 @@ class Planners:
         """
         for ready in self._ready:
             self._await(ready)
+
+    @property
+    def options(self) -> PlanConfig:
+        """Configured options of planning."""
+        return self._config.plan
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -160,12 +167,13 @@ class PlannedStep:
     """A step ready to be dispatched.
 
     `programs` references those of all stages and ranks, `pixels` the decoded images of each rank, empty if none are
-    decoded ahead; `wait_s`: seconds waited for the plan.
+    decoded ahead; `wait_s`: seconds waited for the plan. `level`: of its search (`rayfcp.plan.moves`).
     """
 
     batch: GlobalBatch
     batch_ref: Any
     record: PlanRecord
+    level: int
     programs: Any
     wait_s: float
     pixels: tuple[Any, ...] = ()
@@ -180,6 +188,7 @@ class _PlanInFlight:
     batch_ref: Any
     cost_ref: Any
     number: int
+    level: int
     refs: list[Any] = field(default_factory=list)
     pixels: tuple[Any, ...] = ()
 
@@ -203,6 +212,7 @@ class PlanQueue:
         self._cluster: ClusterSpec | None = None
         self._cluster_ref: Any = None
         self._cost_ref: Any = None
+        self._level = USUAL_LEVEL
 
     def start(self, first_step: int, last_step: int, *, cluster: ClusterSpec, cost: CostModel) -> None:
         """Plan steps `[first_step, last_step]` for these ranks, in place of plans in flight for others."""
@@ -219,6 +229,11 @@ class PlanQueue:
         self._cost_ref = self._runtime.put(cost)
         if cluster != self._cluster:
             self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
+
+    def spend_slack(self, planned: PlannedStep, *, step_s: float) -> None:
+        """Search from now on as long as planners have time, given what this plan took, and its step."""
+        slack_s = len(self._planners) * step_s
+        self._level = next_level(planned.level, plan_s=planned.record.plan_s, slack_s=slack_s)
 
     def take(self) -> PlannedStep:
         """Take the next step's plan, waiting for it if it is late. A planner that died is replaced, and repeats its
@@ -245,6 +260,7 @@ class PlanQueue:
             batch=flight.batch,
             batch_ref=flight.batch_ref,
             record=record,
+            level=flight.level,
             programs=flight.refs[0],
             pixels=flight.pixels,
             wait_s=self._runtime.now_s() - start_s,
@@ -267,7 +283,11 @@ class PlanQueue:
             batch = self._sampler.batch(self._next)
             number = self._least_busy()
             flight = _PlanInFlight(
-                batch=batch, batch_ref=self._runtime.put(batch), cost_ref=self._cost_ref, number=number
+                batch=batch,
+                batch_ref=self._runtime.put(batch),
+                cost_ref=self._cost_ref,
+                number=number,
+                level=self._level,
             )
             self._request(flight)
             self._in_flight.append(flight)
@@ -313,7 +333,13 @@ class PlanQueue:
 
     def _request(self, flight: _PlanInFlight) -> None:
         call = self._planners[flight.number].plan.options(num_returns=2)
-        flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref)
+        moves = moves_of(
+            self._planners.options,
+            num_ranks=self._cluster.num_ranks if self._cluster else 1,
+            num_sequences=len(flight.batch.samples),
+            level=flight.level,
+        )
+        flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref, search_moves=moves)
         flight.pixels = ()
 
     def _request_again(self, number: int) -> None:

@@ -14,14 +14,13 @@ from rayfcp.cost.kernels.group_time import pass_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
 from rayfcp.plan.assembly import Columns, Draft
-from rayfcp.plan.groups.kernels.cut import floor_s
+from rayfcp.plan.groups.joint import JointSearch
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
 from rayfcp.plan.groups.kernels.ranks import primitives_of
-from rayfcp.plan.groups.kernels.search import even, fill_in_turn, improve, pack, perturb, place, ruin
+from rayfcp.plan.groups.kernels.search import fill_in_turn, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
-    MOVES,
     GroupState,
     SearchBatch,
     SearchProblem,
@@ -29,7 +28,8 @@ from rayfcp.plan.groups.kernels.state import (
     empty_state,
     load,
 )
-from rayfcp.plan.groups.two_stage import FIRST_FACTORS, Cuts, TwoStageSearch, dynamic_program
+from rayfcp.plan.groups.two_stage import Cuts, TwoStageSearch, dynamic_program
+from rayfcp.plan.moves import moves_of
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
 from rayfcp.values.arrays import Floats
 
@@ -123,110 +123,6 @@ def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int
     return seconds
 
 
-USUAL_SEQUENCES = 512  # a larger batch has more moves,
-GROWTH = 1.25  # by this power of its size
-FIRST_SHARE = 0.15  # of the budget: starts that take more are the last, but for
-SURE_CUTS = 4  # that are packed whatever the budget, half as many beside microbatches filled in turn;
-STAGED_CUTS = 2  # of them as the paper does too
-FORCED = 0.1  # of the ranks: memory forces a sequence onto more, and microbatches are filled around it;
-SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it;
-SCARCER = 6  # microbatches at least: cuts are not tried beside that
-SAME = 1e-9  # relative difference of seconds
-IMPROVED = 3  # starts, the best, that local search goes on from
-IMPROVE_SHARE = 0.5  # of what is left goes to that
-TURNS = 4  # of random changes: iterated local search and ruin and recreate alternate
-PROMISING = 1.1  # of the best start: a worse one is not improved
-
-Found = tuple[float, int, GroupState]
-
-
-class JointSearch:
-    """The cheapest plan of one batch that a budget of moves finds; a move is one trial of a sequence in a group.
-
-    Starts: where memory is scarce, microbatches filled one after the other (`kernels.fill`); groups of one degree for
-    the whole batch (`kernels.even`); rounds of all ranks where many sequences are as long as the longest
-    (`Cuts.rounds`); cuts into microbatches, each packed by walks or with one degree, the first also
-    by the paper's two stages (`kernels.pack`). A cut whose floor
-    is no better than what was found is passed over. The best starts are improved by moves, swaps and splits
-    (`kernels.improve`), the best of all by random changes (`kernels.ruin`). All are compared where their groups lie
-    on nodes. A start is made whatever the budget.
-    """
-
-    def __init__(self, problem: SearchProblem, *, cuts: Cuts, max_moves: int) -> None:
-        self.num_starts = 0
-        self._problem, self._cuts = problem, cuts
-        self._max_moves = int(max_moves * max(len(problem.batch.tokens) / USUAL_SEQUENCES, 1.0) ** GROWTH)
-        self._found: list[Found] = []
-
-    @property
-    def num_moves(self) -> int:
-        """Spent so far."""
-        return int(self._problem.state.counts[MOVES])
-
-    def run(self) -> list[Found]:
-        """Seconds, number and state of the best plans, the best first."""
-        problem, counts = self._problem, self._cuts.counts
-        node = min(int(problem.nodes.max()), problem.prices.num_ranks)
-        problem.state.counts[MOVES] = 0
-        forced = (
-            problem.batch.tokens[0] > FORCED * problem.prices.num_ranks * problem.prices.max_tokens
-            or counts[0] >= SCARCE
-        )
-        if forced:
-            self._keep(fill_in_turn(problem, first=node))
-        self._keep(even(problem, first=counts[0], last=counts[-1]))
-        for part in self._cuts.rounds():
-            self._keep(pack(problem, part=part))
-        if counts[0] < SCARCER:
-            self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
-        if not self._found:
-            self._keep(fill_in_turn(problem, first=node))
-        self._improve()
-        return self._found
-
-    def _pack_cuts(self, sure: int) -> None:
-        """Starts from cuts that may be better than what was found, by time and by length in turn."""
-        tried = 0
-        for part in self._cuts.hopeful():
-            if tried >= sure and self.num_moves > FIRST_SHARE * self._max_moves:
-                break
-            if self._found and floor_s(self._problem, part) >= self._found[0][0]:
-                continue
-            tried += 1
-            self._keep(pack(self._problem, part=part))
-            if tried <= STAGED_CUTS:
-                self._keep(pack(self._problem, part=part, factors=FIRST_FACTORS))
-
-    def _improve(self) -> None:
-        """Local search from the best starts, then changes at random to the best of all."""
-        least_s, first = self._found[0][0], self.num_moves
-        last = first + self._max_moves
-        for seconds, _, state in self._found[:IMPROVED]:
-            if seconds > PROMISING * least_s or self.num_moves >= last:
-                break
-            load(self._problem, state)
-            max_moves = self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED)
-            self._keep(improve(self._problem, last=max_moves))
-        for turn in range(TURNS):
-            load(self._problem, self._found[0][2])
-            left = max(last - self.num_moves, 0)
-            max_moves = self.num_moves + left // (TURNS - turn)
-            change = ruin if turn % 2 else perturb
-            self._keep(change(self._problem, last=max_moves, saved=copied(self._problem.state)))
-
-    def _keep(self, seconds: float) -> None:
-        """Remember the best states where their groups lie, the first found among equals."""
-        self.num_starts += 1
-        if seconds == math.inf:
-            return
-        seconds = place(self._problem)
-        if any(math.isclose(seconds, each[0], rel_tol=SAME) for each in self._found):
-            return
-        self._found.append((seconds, self.num_starts, copied(self._problem.state)))
-        self._found.sort(key=lambda each: each[:2])
-        del self._found[IMPROVED:]
-
-
 Placed = tuple[float, GroupState]  # seconds where its groups lie
 
 
@@ -256,7 +152,6 @@ class GroupPlanner:
                 f"{cluster.num_ranks} no number divides the heads as {', '.join(self._used)} needs; "
                 "add ring to plan.primitives"
             )
-        self._cuts = Cuts(self._problem, max_more=options.max_microbatches)
 
     def run(self) -> tuple[list[list[Draft]], str]:
         """Groups of each microbatch, and why."""
@@ -264,15 +159,17 @@ class GroupPlanner:
         return self._drafts(state), reason
 
     def _joint(self) -> tuple[Placed, str]:
-        search = JointSearch(self._problem, cuts=self._cuts, max_moves=self._options.search_moves)
-        seconds, _, state = search.run()[0]
-        reason = f"best of {search.num_starts} starts, in {search.num_moves} moves"
-        if self._options.degrees == "dp":
-            return self._where_it_lies(self._with_dynamic_program(state)), reason
-        return (seconds, state), reason
+        options = self._options
+        ranks = self._problem.prices.num_ranks + sum(len(group.ranks) for group in self._pinned)
+        moves = moves_of(options, num_ranks=ranks, num_sequences=len(self._problem.batch.tokens))
+        search = JointSearch(self._problem, max_more=options.max_microbatches, max_moves=moves)
+        seconds, state = search.run()
+        if options.degrees == "dp":
+            return self._where_it_lies(self._with_dynamic_program(state)), search.reason
+        return (seconds, state), search.reason
 
     def _two_stages(self) -> tuple[Placed, str]:
-        search = TwoStageSearch(self._problem, cuts=self._cuts)
+        search = TwoStageSearch(self._problem, cuts=Cuts(self._problem, max_more=self._options.max_microbatches))
         found = search.run()
         reason = f"best of {search.num_cuts} ways to cut the batch, in two stages"
         if not found:  # bins of a capacity may need degrees that the primitives do not have

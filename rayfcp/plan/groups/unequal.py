@@ -19,6 +19,7 @@ from rayfcp.cost.model import CostModel, slowed, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
 from rayfcp.plan.groups.planner import GroupPlanner, PinnedGroup
+from rayfcp.plan.moves import FIRST, moves_of
 from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
@@ -43,7 +44,7 @@ class RankPool:
 def propose_unequal(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
-    """The best of the plans with each pool.
+    """The best of the plans with each pool, with the first moves; the others go to that pool.
 
     Raises:
         InfeasiblePlanError: a sequence that no group of the allowed primitives can hold.
@@ -51,24 +52,30 @@ def propose_unequal(
     batch = columns_of(sequences, cost=cost)
     used = tuple(Primitive(name) for name in options.primitives)
     bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
-    best, best_s, why = None, np.inf, InfeasiblePlanError("no pool was tried")
+    moves = moves_of(options, num_ranks=cluster.num_ranks, num_sequences=len(sequences))
+    few = options.model_copy(update={"search_moves": min(moves, FIRST)})
+
+    def planned(pool: RankPool, options: PlanConfig) -> Proposal:
+        drafts, reason = _planned(sequences, pool, batch=batch, cluster=cluster, cost=cost, options=options)
+        return Proposal(microbatches=assemble(drafts, batch=batch, cluster=cluster, cost=cost), reason=reason)
+
+    found: list[tuple[Proposal, RankPool]] = []
+    best_s, why = np.inf, InfeasiblePlanError("no pool was tried")
     for pool in _pools(cluster, cost=cost):
         if best_s <= GOOD_ENOUGH * bound_s:
             break
-        if best is not None and _floor_s(sequences, pool, cluster=cluster, cost=cost, used=used) >= best_s:
+        if found and _floor_s(sequences, pool, cluster=cluster, cost=cost, used=used) >= best_s:
             continue
         try:
-            drafts, reason = _planned(sequences, pool, batch=batch, cluster=cluster, cost=cost, options=options)
+            found.append((planned(pool, few), pool))
         except InfeasiblePlanError as error:  # of no number of its ranks that heads can be shared by
             why = error
             continue
-        microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost)
-        seconds = sum(each.predicted_s for each in microbatches)
-        if seconds < best_s:
-            best, best_s = Proposal(microbatches=microbatches, reason=reason), seconds
-    if best is None:
+        best_s = min(best_s, found[-1][0].predicted_s)
+    if not found:
         raise why
-    return best
+    best, pool = min(found, key=lambda each: each[0].predicted_s)
+    return best if moves <= FIRST else planned(pool, options)
 
 
 def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
+from rayfcp.plan.moves import with_share
 from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 
@@ -52,7 +53,7 @@ def _candidates(
     """
     whole, num_ranks = as_if_whole(cost, num_stages=cluster.num_stages), cluster.num_ranks
     needed = -(-max(sequence.num_tokens for sequence in sequences) // num_ranks)
-    share = options.model_copy(update={"search_moves": max(options.search_moves // COUNTS, 1)})
+    share = with_share(options, parts=1, of=COUNTS)
     first: InfeasiblePlanError | None = None
     any_plan = False
     for max_tokens in token_budgets(sequences, cluster=cluster):

@@ -38,6 +38,7 @@ SPLITS = 8
 UNIONS = 2  # pairs of microbatches that are to become one, each with
 HOPES = np.array((0.3, 0.6, 0.95))  # of what that would save with all ranks busy to be given up
 MAX_SLOW, ANY = 16, 1 << 30
+STRIDE = 7919  # between the first numbers of sequences, a prime
 MAX_RUINED = 4  # groups of a microbatch, beside those that are slower than its new makespan
 
 
@@ -53,19 +54,19 @@ class Aim(NamedTuple):
 
 
 @inner_with_arrays
-def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
+def ruin(problem: SearchProblem, max_moves: int, saved: GroupState, seed: int) -> float:
     """Try again and again, first whether two microbatches may be one, groups priced where they lie; a try that does not
     make the batch faster is undone.
 
-    Tries follow a fixed sequence of pseudo-random numbers: the same input gives the same plan. Returns the
-    seconds of the batch.
+    Tries follow the sequence of pseudo-random numbers of the `seed`: the same input gives the same plan. The last one
+    is not cut short: what so many moves find is found on the way by more of them. Returns the seconds of the batch.
     """
     state = problem.state
     spans = np.zeros(len(state.spare))
     _place_all_groups(problem, spans)
     _compact(problem)
     total_s = _sum_s(problem, spans)
-    dice, number = np.array([12345]), 0
+    dice, number = np.array([12345 + seed * STRIDE]), 0
     while state.counts[MOVES] < max_moves:
         empty = _first_empty(spans)
         aim = _aim(problem, spans[: state.counts[MICROBATCHES]], empty, dice, number)
@@ -255,28 +256,29 @@ def _ruined(problem: SearchProblem, aim: Aim, dice: Ints) -> Floats:
 
 
 MAX_PERTURBED = 3  # sequences moved at random before local search
+DESCENT = 100  # moves for each sequence and group, at most, after a change: local search need not end by itself
 TRIES = 8  # draws of a sequence and a group that may take it
 
 
 @inner_with_arrays
-def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
+def perturb(problem: SearchProblem, max_moves: int, saved: GroupState, seed: int) -> float:
     """Iterated local search: move a few sequences at random, improve the microbatches that this touched, undo what does
     not make the batch faster.
 
-    Tries follow a fixed sequence of pseudo-random numbers. Returns the seconds of the batch.
+    Tries are as of `ruin`. Returns the seconds of the batch.
     """
     state = problem.state
     count = state.counts[MICROBATCHES]
     spans, before = np.zeros(count), np.zeros(count)
     _place_all_groups(problem, spans)
     total_s = _sum_s(problem, spans)
-    dice, stuck = np.array([54321]), np.zeros(count, np.bool_)
+    dice, stuck = np.array([54321 + seed * STRIDE]), np.zeros(count, np.bool_)
     while state.counts[MOVES] < max_moves:
         _compact(problem)
         _copy(state, saved)
         for microbatch in range(count):
             before[microbatch] = spans[microbatch]
-        links = links_of(problem)
+        links, descent = links_of(problem), DESCENT * (len(state.owner) + state.counts[GROUPS])
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 4
         stuck[:] = True
         for _ in range(1 + _roll(dice, MAX_PERTURBED)):
@@ -284,7 +286,7 @@ def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
         for microbatch in range(count):
             if not stuck[microbatch]:
                 spans[microbatch] = _allocate(problem, microbatch, 0)
-        _descend(problem, links, spans, stuck, max_moves, False)
+        _descend(problem, links, spans, stuck, state.counts[MOVES] + descent, False)
         _place_all_groups(problem, spans)
         after_s = _sum_s(problem, spans)
         if after_s < total_s * (1.0 - SLACK):

@@ -29,7 +29,7 @@ _improve_slowest, _perturb_some, _ruin_some, _place_all = _improve.improve, _rui
 
 @compiled
 def run(  # noqa: PLR0911
-    problem: SearchProblem, step: int, part: Ints, factors: Floats, first: int, last: int, saved: GroupState
+    problem: SearchProblem, step: int, part: Ints, factors: Floats, first: int, last: int, saved: GroupState, seed: int
 ) -> float:
     """One start or improvement; a kernel's arguments have one type each, so all steps take the same ones."""
     if step == _FILL:
@@ -41,9 +41,9 @@ def run(  # noqa: PLR0911
     if step == _IMPROVE:
         return _improve_slowest(problem, last)
     if step == _PERTURB:
-        return _perturb_some(problem, last, saved)
+        return _perturb_some(problem, last, saved, seed)
     if step == _RUIN:
-        return _ruin_some(problem, last, saved)
+        return _ruin_some(problem, last, saved, seed)
     if step == _PLACE:
         return _place_all(problem)
     return _total_s(problem)
@@ -58,9 +58,10 @@ def _run(
     first: int = 0,
     last: int = 0,
     saved: GroupState | None = None,
+    seed: int = 0,
 ) -> float:
     """`run` with the arguments of one step."""
-    return run(problem, step, part, factors, first, last, problem.state if saved is None else saved)
+    return run(problem, step, part, factors, first, last, problem.state if saved is None else saved, seed)
 
 
 total_s = partial(_run, _TOTAL)  # `CostModel.batch_s` of the state
@@ -69,5 +70,7 @@ fill_in_turn = partial(_run, _FILL)  # microbatches one after the other; `first`
 even = partial(_run, _EVEN)  # groups of one degree, in `first` to `last` microbatches
 pack = partial(_run, _PACK)  # groups for the cut `part`, with `factors` by the paper's two stages
 improve = partial(_run, _IMPROVE)  # local search, up to `last` moves
-perturb = partial(_run, _PERTURB)  # iterated local search, likewise; `saved` is a copy of the state
+perturb = partial(
+    _run, _PERTURB
+)  # iterated local search, likewise, by the numbers of `seed`; `saved` is a copy of the state
 ruin = partial(_run, _RUIN)  # ruin and recreate, likewise
