@@ -19,7 +19,7 @@ from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions, profiled
 
-RINGS, BOTH = PlanConfig(), PlanConfig(primitives=("ring", "ulysses"))
+RINGS, BOTH = PlanConfig(primitives=("ring",)), PlanConfig(primitives=("ring", "ulysses"))
 HEADS = dataclasses.replace(
     UNIT,
     num_heads=8,
@@ -224,7 +224,7 @@ def test_runs_are_level(lengths: list[int], count: int) -> None:
 def test_what_forbids_it_is_named() -> None:
     cluster = ClusterSpec(num_ranks=12, max_tokens_per_rank=100)
     with pytest.raises(InfeasiblePlanError, match=r"has 900 tokens, .* holds 800 \(8 ranks of 100 .* power of two"):
-        plan_batch(batch_of([900]), cluster=cluster, cost=UNIT, strategy="flexsp")
+        plan_batch(batch_of([900]), cluster=cluster, cost=UNIT, strategy="flexsp", options=RINGS)
     narrow = dataclasses.replace(HEADS, num_heads=4)
     with pytest.raises(InfeasiblePlanError, match=r"has 500 tokens, .* holds 400 \(4 ranks .* divide 4 heads"):
         plan_batch(batch_of([500]), cluster=cluster, cost=narrow, strategy="flexsp", options=BOTH)

@@ -135,4 +135,6 @@ def test_what_forbids_ulysses_is_named() -> None:
     with pytest.raises(InfeasiblePlanError, match=message):
         plan_batch(batch_of([1500]), cluster=cluster, cost=HEADS, strategy="ulysses", options=BOTH)
     with pytest.raises(InfeasiblePlanError, match=r"plan.primitives is ring; add ulysses to plan.primitives"):
-        plan_batch(batch_of([15]), cluster=cluster, cost=HEADS, strategy="ulysses", options=PlanConfig())
+        plan_batch(
+            batch_of([15]), cluster=cluster, cost=HEADS, strategy="ulysses", options=PlanConfig(primitives=("ring",))
+        )

@@ -27,7 +27,7 @@ from rayfcp.verify import check_programs
 from tests.masks import specs
 from tests.program.random_changes import mutate
 
-SHORT_SEARCH = PlanConfig(search_moves=1000)
+SHORT_SEARCH = PlanConfig(search_moves=1000, primitives=("ring",))
 """Plans need not be good here: their programs are what is tested."""
 
 
