@@ -112,16 +112,12 @@ class _Held:
         self.num_placed, self.num_homes = len(placement.blocks.rank), 1 + len(placement.contexts)
         counts = [count for _, count in placement.contexts]
         self.home = np.repeat(np.arange(self.num_homes + 1) % self.num_homes, [len(own.rank), *counts, len(padded)])
-        if not placement.contexts:
-            self.home[:] = 0
         unit, position = units.of_ranks()
         self.unit = unit[self.blocks.rank]
-        self._end = (
-            unit if placement.heads == 1 else np.arange(units.num_units)
-        )  # the unit that an end of a transfer names
+        self._end = unit if placement.heads == 1 else np.arange(units.num_units)  # by the number in a transfer
         at_home = self.unit * self.num_homes + self.home
         position = np.where(self.home == 0, position[self.blocks.rank], 0)
-        self._members = np.lexsort((position, at_home))
+        self.block_of_row = np.lexsort((position, at_home))
         self._counts = np.bincount(at_home, minlength=units.num_units * self.num_homes)
         number = np.arange(units.num_units * self.num_homes)
         self.owner, self.home_of = np.divmod(number, self.num_homes)
@@ -161,11 +157,11 @@ class _Held:
         whole = some & (sizes == self._counts[home])
         if whole.any():
             start = (np.cumsum(self._counts) - self._counts)[home]
-            place = np.minimum(start[at] + np.arange(len(block)) - first[:-1][at], len(self._members) - 1)
-            whole &= np.bincount(at[self._members[place] != block], minlength=len(sizes)) == 0
+            place = np.minimum(start[at] + np.arange(len(block)) - first[:-1][at], len(self.block_of_row) - 1)
+            whole &= np.bincount(at[self.block_of_row[place] != block], minlength=len(sizes)) == 0
         number = np.where(whole, home, len(self._counts) + np.cumsum(~whole) - 1)
         new = ~whole[at]
-        self._members = np.concatenate((self._members, block[new]))
+        self.block_of_row = np.concatenate((self.block_of_row, block[new]))
         self._counts = np.concatenate((self._counts, sizes[~whole]))
         self.owner = np.concatenate((self.owner, self.unit[head][~whole]))
         self.home_of = np.concatenate((self.home_of, self.home[head][~whole]))
@@ -173,12 +169,12 @@ class _Held:
         return number
 
     def _sets(self) -> BlockSets:
-        blocks, first = self.blocks.at(self._members), np.append(0, np.cumsum(self._counts))
+        blocks, first = self.blocks.at(self.block_of_row), np.append(0, np.cumsum(self._counts))
         return BlockSets(first, sequence=blocks.sequence, start=blocks.start, stop=blocks.stop)
 
     def members(self, number: int) -> Ints:
         """The blocks of a set."""
-        return self._members[self.sets.first[number] : self.sets.first[number + 1]]
+        return self.block_of_row[self.sets.first[number] : self.sets.first[number + 1]]
 
     def _check(self, placement: Placement) -> None:
         """
@@ -269,7 +265,7 @@ def _check_owners(held: _Held, moves: _Moves, rows: Ints) -> None:
     """
     sets = np.unique(moves.set[rows])
     row, at = held.sets.rows(sets)
-    block = held._members[row]
+    block = held.block_of_row[row]
     strange = held.unit[block] != held.owner[sets[at]]
     if strange.any():
         number = sets[at[np.argmax(strange)]]

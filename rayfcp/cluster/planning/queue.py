@@ -232,8 +232,9 @@ class PlanQueue:
 
     def spend_slack(self, planned: PlannedStep, *, step_s: float) -> None:
         """Search from now on as long as planners have time, given what this plan took, and its step."""
-        slack_s = len(self._planners) * step_s
-        self._level = next_level(planned.level, plan_s=planned.record.plan_s, slack_s=slack_s)
+        record = planned.record
+        slack_s = len(self._planners) * step_s - (record.prepare_s - record.plan_s)
+        self._level = next_level(planned.level, plan_s=record.plan_s, slack_s=slack_s)
 
     def take(self) -> PlannedStep:
         """Take the next step's plan, waiting for it if it is late. A planner that died is replaced, and repeats its
