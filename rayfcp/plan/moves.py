@@ -18,11 +18,13 @@ SLACK_SHARE = 0.5
 
 
 def moves_of(options: PlanConfig, *, num_ranks: int, num_sequences: int, level: int = USUAL_LEVEL) -> int:
-    """The configured number, or what suits so many ranks and sequences at a level."""
+    """The configured number, or what suits so many ranks and sequences at a level: the least for a batch so small that
+    more gain next to nothing, where CPUs may be those of workers."""
     if options.search_moves != AUTO_MOVES:
         return int(options.search_moves)
     share = min(num_ranks * num_sequences / USUAL_WORK, 1.0) ** 0.5
-    return max(int(FACTORS[level] * USUAL * share), FIRST)
+    usual = USUAL * share
+    return max(int(FACTORS[level] * usual), FIRST) if usual >= FIRST else FIRST
 
 
 def with_share(options: PlanConfig, *, parts: int, of: int) -> PlanConfig:
