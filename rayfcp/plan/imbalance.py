@@ -8,7 +8,7 @@ from rayfcp.cost.images import ImageColumns
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.layout import Members, Placement, placements_of
 from rayfcp.values import BatchPlan, Imbalance, LayerKinds, MicrobatchPlan, Primitive, SequenceSpec
-from rayfcp.values.arrays import Floats, Ints
+from rayfcp.values.arrays import Floats, Ints, firsts
 from rayfcp.values.layers import layers_work
 
 Loads = Floats
@@ -143,10 +143,10 @@ def ring_tokens(tokens: Floats, *, group: Ints) -> Floats:
     >>> ring_tokens(np.array([5.0, 4.0, 4.0, 7.0]), group=np.array([0, 0, 0, 1]))
     array([9., 9., 9., 0.])
     """
-    place = np.arange(len(group))
-    opens = np.append(True, group[1:] != group[:-1])[: len(group)]
-    first = np.maximum.accumulate(np.where(opens, place, 0))
-    next_one = np.where(np.append(opens[1:], True)[: len(group)], first, place + 1)
+    if not len(group):
+        return tokens
+    goes_on = group[1:] == group[:-1]
+    next_one = np.where(np.append(goes_on, False), np.arange(len(group)) + 1, firsts(goes_on))
     total = _sums(tokens, group)
     volumes: Floats = np.maximum(total - tokens[next_one], total - tokens)
     return volumes

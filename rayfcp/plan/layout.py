@@ -28,7 +28,7 @@ from rayfcp.values import (
     Slice,
     Transfer,
 )
-from rayfcp.values.arrays import Bools, Ints, expanded
+from rayfcp.values.arrays import Bools, Ints, expanded, firsts
 
 
 class Blocks(NamedTuple):
@@ -308,8 +308,7 @@ def zigzag(length: Ints, *, degree: Ints, group: Ints) -> tuple[Ints, Ints, Ints
     """
     size, left = np.divmod(length, 2 * degree)
     before = np.cumsum(left) - left
-    opens = np.append(True, group[1:] != group[:-1])[: len(group)]
-    first = (before - before[np.maximum.accumulate(np.where(opens, np.arange(len(group)), 0))]) % (2 * degree)
+    first = (before - before[firsts(group[1:] == group[:-1])]) % (2 * degree)
     at, number = expanded(2 * degree)
     of = degree[at]
     turn = np.where(number < of, number, 3 * of - 1 - number)

@@ -13,17 +13,7 @@ import numpy as np
 from rayfcp.program.instructions import CAUSAL, WHOLE, Column
 from rayfcp.program.windows import Pieces, decomposed
 from rayfcp.values import FULL, LayerKind
-from rayfcp.values.arrays import Bools, Ints, expanded
-
-
-def firsts(joined: Bools) -> Ints:
-    """The first item of the series of each item; item i + 1 is in the series of item i where `joined[i]`.
-
-    >>> firsts(np.array([True, False, True]))
-    array([0, 0, 2, 2])
-    """
-    opens = np.append(True, ~joined)
-    return np.maximum.accumulate(np.where(opens, np.arange(len(opens)), 0))
+from rayfcp.values.arrays import Bools, Ints, expanded, firsts
 
 
 def check_parts(name: str, first: Ints, *, count: int, size: int) -> None:
@@ -75,6 +65,11 @@ class BlockSets:
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, order[at], -1)
 
+    def block_at(self, sets: Ints, row: Ints) -> Ints:
+        """The block of each of these sets that holds the tokens before a row, its first one for row 0."""
+        width = int(self.num_tokens.max(initial=0)) + 1
+        return np.searchsorted(self.set * width + self.end, sets * width + row)
+
     def part(self, sets: Ints) -> "BlockSets":
         """These sets, numbered from 0."""
         row, _ = self.rows(sets)
@@ -104,12 +99,6 @@ class SlotAttends(NamedTuple):
 
     slot: Ints
     columns: Column
-
-    def pairs(self) -> Ints:
-        """(query, key) pairs of each attend."""
-        queries, keys = self.columns[:, 1] - self.columns[:, 0], self.columns[:, 4] - self.columns[:, 3]
-        square = self.columns[:, 5] != WHOLE
-        return np.where(square, queries * (queries + 1) // 2, queries * keys)
 
 
 class FullQueries:

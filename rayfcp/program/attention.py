@@ -22,7 +22,7 @@ relays break it: a rank may then pass a partial on and send another home in one 
 receive from several ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -64,9 +64,9 @@ def lower_attention(
         ValueError: a transfer names no blocks, blocks or a rank that are not there, one rank twice, or blocks that
             its source does not hold together by then; the context's microbatch has its blocks elsewhere.
     """
-    held = _Held(placement, units)
     coalesce, hold = (placement.pacing.coalesce, placement.pacing.num_buffers) if placement.pacing else (1, 2)
-    moves = held.moves(placement, coalesce=coalesce)
+    held = _Held(placement, units, coalesce=coalesce)
+    moves = held.moves
     slots, source_slot, target_slot = _slots(held, moves)
     keys = Messages(
         round=moves.round, source=moves.source, target=moves.target, source_slot=source_slot, target_slot=target_slot
@@ -101,10 +101,10 @@ class _Moves(NamedTuple):
 
 class _Held:
     """Blocks of a placement and of padding, and the sets of them that lie in slots: first those at home, set
-    `unit * num_homes + home`, then those that travel. Block b is at home in slot `home[b]` of unit `unit[b]`; `owner`
-    and `home_of` say the same of sets."""
+    `unit * num_homes + home`, then those that `moves` carry. Block b is at home in slot `home[b]` of unit `unit[b]`;
+    `owner` and `home_of` say the same of sets."""
 
-    def __init__(self, placement: Placement, units: Units) -> None:
+    def __init__(self, placement: Placement, units: Units, *, coalesce: int) -> None:
         own = placement.own
         padded: Ints = np.setdiff1d(np.arange(units.num_ranks), own.rank)
         padding = Blocks(padding_number(padded), np.zeros_like(padded), np.ones_like(padded), padded)
@@ -123,10 +123,12 @@ class _Held:
         self.owner, self.home_of = np.divmod(number, self.num_homes)
         self.paced = placement.pacing is not None
         self.num_units, self.first_rank = units.num_units, units.ranks[units.first[:-1]]
-        self.sets = self._sets()
+        self.moves = self._moves(placement, coalesce=coalesce)
+        blocks, first = self.blocks.at(self.block_of_row), np.append(0, np.cumsum(self._counts))
+        self.sets = BlockSets(first, sequence=blocks.sequence, start=blocks.start, stop=blocks.stop)
 
-    def moves(self, placement: Placement, *, coalesce: int) -> _Moves:
-        """The transfers, after the sets that they carry were added."""
+    def _moves(self, placement: Placement, *, coalesce: int) -> _Moves:
+        """The transfers; the sets that they carry are added."""
         transfers = placement.transfers
         self._check(placement)
         first, block = transfers.first, transfers.block
@@ -165,12 +167,7 @@ class _Held:
         self._counts = np.concatenate((self._counts, sizes[~whole]))
         self.owner = np.concatenate((self.owner, self.unit[head][~whole]))
         self.home_of = np.concatenate((self.home_of, self.home[head][~whole]))
-        self.sets = self._sets()
         return number
-
-    def _sets(self) -> BlockSets:
-        blocks, first = self.blocks.at(self.block_of_row), np.append(0, np.cumsum(self._counts))
-        return BlockSets(first, sequence=blocks.sequence, start=blocks.start, stop=blocks.stop)
 
     def members(self, number: int) -> Ints:
         """The blocks of a set."""
@@ -196,7 +193,8 @@ class _Held:
             outside = (transfers.block < 0) | (transfers.block >= num_blocks)
             carried = np.searchsorted(transfers.first, np.argmax(outside), side="right") - 1
             row = int(np.argmax(transfers.carried == carried))
-            raise ValueError(_not_held(placement, row, blocks=_blocks_of(placement, row)))
+            number, source, target = (int(column[row]) for column in transfers[:3])
+            raise ValueError(_not_held(number, source, target, blocks=_blocks_of(placement, row)))
 
     def _problem(self, placement: Placement, row: int) -> str:
         transfers, number = placement.transfers, int(placement.transfers.round[row])
@@ -223,11 +221,10 @@ def _blocks_of(placement: Placement, row: int) -> tuple[int, ...]:
     return tuple(transfers.block[transfers.first[carried] : transfers.first[carried + 1]].tolist())
 
 
-def _not_held(placement: Placement, row: int, *, blocks: tuple[int, ...]) -> str:
-    transfers = placement.transfers
+def _not_held(number: int, source: int, target: int, *, blocks: Sequence[int]) -> str:
     return (
-        f"round {transfers.round[row]}: rank {transfers.source[row]} sends blocks {blocks} to rank "
-        f"{transfers.target[row]} but does not hold them together by then; send them from their owner"
+        f"round {number}: rank {source} sends blocks {tuple(blocks)} to rank {target} "
+        "but does not hold them together by then; send them from their owner"
     )
 
 
@@ -273,11 +270,8 @@ def _check_owners(held: _Held, moves: _Moves, rows: Ints) -> None:
 
 
 def _lacking(held: _Held, moves: _Moves, row: int) -> str:
-    return (
-        f"round {moves.round[row]}: rank {moves.source[row]} sends blocks "
-        f"{tuple(held.members(moves.set[row]).tolist())} to rank {moves.target[row]} "
-        "but does not hold them together by then; send them from their owner"
-    )
+    number, source, target = (int(column[row]) for column in moves[:3])
+    return _not_held(number, source, target, blocks=held.members(moves.set[row]).tolist())
 
 
 def _relaying(held: _Held, moves: _Moves, target_slot: Ints, relayed: Ints) -> Ints:

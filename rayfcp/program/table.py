@@ -103,7 +103,7 @@ class KeptRows(NamedTuple):
 
 class Phases(NamedTuple):
     """Attends that are spread over rounds: those of unit u in round r are the columns `first[u * rounds + r]` to the
-    next one's; `rounds` = (len(first) - 1) / units. None where `first` is empty."""
+    next one's (`AttentionTable.num_phases`). None where `first` is empty."""
 
     first: Ints
     columns: Column
@@ -161,6 +161,11 @@ class AttentionTable:
     def place_of_rank(self) -> tuple[Ints, Ints]:
         """The unit of each rank, and its position there."""
         return self.units.of_ranks()
+
+    @property
+    def num_phases(self) -> int:
+        """Rounds that attends are spread over; 0 where they are not."""
+        return max(len(self.phases.first) - 1, 0) // self.units.num_units
 
     def row(self, unit: Ints, slot: Ints) -> Ints:
         """The row of a slot."""
@@ -221,9 +226,9 @@ class AttentionTable:
         _check_keys(self)
         _check_gradients(self)
         _check_context(self)
-        phases, per_unit = self.phases, (len(self.phases.first) - 1) / num_units
-        if len(phases.first):
-            check_parts("phases", phases.first, count=num_units * int(per_unit), size=len(phases.columns))
+        if len(self.phases.first):
+            count = num_units * self.num_phases
+            check_parts("phases", self.phases.first, count=count, size=len(self.phases.columns))
 
 
 def _refuse(what: str, wrong: Bools) -> None:
@@ -346,9 +351,9 @@ class _View:
     def _attends(self) -> dict[int, Attends]:
         """By round."""
         phases, table = self._table.phases, self._table
-        if len(phases.first):
-            num_rounds = (len(phases.first) - 1) // table.units.num_units
-            bounds = phases.first[self._unit * num_rounds : (self._unit + 1) * num_rounds + 1].tolist()
+        if table.num_phases:
+            begin, end = (unit * table.num_phases for unit in (self._unit, self._unit + 1))
+            bounds = phases.first[begin : end + 1].tolist()
             parts = enumerate(itertools.pairwise(bounds))
             return {at: Attends(phases.columns[low:high].astype(np.int64)) for at, (low, high) in parts if high > low}
         sets, number = np.unique(self._set, return_inverse=True)

@@ -74,12 +74,11 @@ class _Work(NamedTuple):
     def of(cls, table: AttentionTable) -> "_Work":
         slots, phases, num_units = table.slots, table.phases, table.units.num_units
         num_rounds = int(slots.arrived.max(initial=-1)) + 2
-        if len(phases.first):
-            num_rounds = max(num_rounds, (len(phases.first) - 1) // num_units)
+        num_rounds = max(num_rounds, table.num_phases)
         work = np.zeros((2, num_units * num_rounds))
-        if len(phases.first):
+        if table.num_phases:
             at = np.repeat(np.arange(len(phases.first) - 1), np.diff(phases.first))
-            unit, phase = np.divmod(at, (len(phases.first) - 1) // num_units)
+            unit, phase = np.divmod(at, table.num_phases)
             _add_work(work, unit * num_rounds + phase, phases.columns)
         else:
             for rows, found in table.attends():

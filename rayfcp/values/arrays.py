@@ -16,3 +16,13 @@ def expanded(counts: Ints) -> tuple[Ints, Ints]:
     """
     at = np.repeat(np.arange(len(counts)), counts)
     return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def firsts(joined: Bools) -> Ints:
+    """The first item of the series of each item; item i + 1 is in the series of item i where `joined[i]`.
+
+    >>> firsts(np.array([True, False, True]))
+    array([0, 0, 2, 2])
+    """
+    opens = np.append(True, ~joined)
+    return np.maximum.accumulate(np.where(opens, np.arange(len(opens)), 0))

@@ -102,9 +102,8 @@ class _Rows(NamedTuple):
 def _rows(table: AttentionTable) -> Iterator[_Rows | None]:
     """All attends; None for those that are no causal square of own tokens nor all pairs of a rectangle."""
     phases, slots = table.phases, table.slots
-    if len(phases.first):
-        num_rounds = (len(phases.first) - 1) // table.units.num_units
-        unit = np.repeat(np.arange(len(phases.first) - 1), np.diff(phases.first)) // num_rounds
+    if table.num_phases:
+        unit = np.repeat(np.arange(len(phases.first) - 1), np.diff(phases.first)) // table.num_phases
         parts = iter([(table.row(unit, phases.columns[:, 2]), phases.columns)])
     else:
         parts = ((rows[found.slot], found.columns) for rows, found in table.attends())
@@ -151,13 +150,11 @@ class _SetNumbers:
         self._a, self._b = _sums(a)[:, :-1], _sums(b)[:, :-1]  # over all sets: only differences count
         below = numbers.below[:, last] - numbers.below[:, first] + (self._b - numbers.b[:, first]) % PRIME * (a % PRIME)
         self._below = _sums(below)[:, :-1]
-        self._width = int(sets.num_tokens.max(initial=0)) + 1
-        self._ends = sets.set * self._width + sets.end
 
     def upto(self, sets: Ints, row: Ints) -> tuple[Ints, Ints, Ints]:
         """Sums of a, of b, and of a times all b before plus d, up to a row of each of these sets."""
-        block = np.searchsorted(self._ends, sets * self._width + row)
         held = self._sets
+        block = held.block_at(sets, row)
         position = held.start[block] + row - held.begin[block]
         at, start, numbers = (
             self._numbers.at(held.sequence[block] - self._lowest, position),
@@ -178,7 +175,7 @@ def _pairs(tables: Sequence[AttentionTable], sequences: Sequence[SequenceSpec]) 
     for table in tables:
         sets = table.sets
         bounds += [(sets.sequence - lowest) * most + each for each in (sets.start, sets.stop)]
-        if len(table.phases.first):  # the only attends that cut blocks
+        if table.num_phases:  # the only attends that cut blocks
             bounds += [_bounds(rows, sets, lowest=lowest, most=most) for rows in _rows(table) if rows is not None]
     numbers = _Numbers(np.unique(np.concatenate(bounds)), most=most)
     found = np.zeros(DRAWS, np.int64)
@@ -199,15 +196,13 @@ def _pairs(tables: Sequence[AttentionTable], sequences: Sequence[SequenceSpec]) 
 def _bounds(rows: _Rows, sets: BlockSets, *, lowest: int, most: int) -> Ints:
     """Positions at which attends begin and end."""
     found = []
-    width = int(sets.num_tokens.max(initial=0)) + 1
-    ends = sets.set * width + sets.end
     for held, row in (
         (rows.own, rows.begin),
         (rows.own, rows.end),
         (rows.keys, rows.key_begin),
         (rows.keys, rows.key_end),
     ):
-        block = np.searchsorted(ends, held * width + row)
+        block = sets.block_at(held, row)
         found.append((sets.sequence[block] - lowest) * most + sets.start[block] + row - sets.begin[block])
     return np.unique(np.concatenate(found))
 
