@@ -83,6 +83,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         cluster={"num_workers": 1},
         train={"steps": ENDLESS},
         checkpoint={"every_steps": ENDLESS // 2},
+        elastic={"snapshot_every_steps": 1},  # auto copies more rarely where a copy takes long
     )
     (tmp_path / "run.yaml").write_text(dump_config(config))
     check_runnable(config)  # loads what a run is refused with here, or the one beside it would train the while
@@ -185,7 +186,7 @@ def test_a_run_all_of_whose_processes_died_goes_on_from_memory(started: Callable
 
     second = started(f"train.steps={done + 3}")
     written = second.ends_with(0)
-    assert f"resuming from step {done} from copies in memory" in written
+    assert f"resuming from step {done} from copies in memory" in written, written
     reports = [from_line(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     assert [report.step for report in reports] == list(range(1, done + 4))
     assert not any(report.recovered for report in reports)
