@@ -15,7 +15,7 @@ import yaml
 
 from rayfcp.telemetry import events as event_log
 from rayfcp.telemetry import rank_times, trace
-from rayfcp.telemetry.baseline import Baseline, baseline_charts
+from rayfcp.telemetry.baseline import Baseline, baseline_charts, refit_text
 from rayfcp.telemetry.charts import Mark, degrees_chart, step_values
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.files import write_whole
@@ -345,6 +345,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         *map(figure, rank_charts(run.times)),
     ]
     view, plans = run.timeline, plans_table(steps)
+    refitted = f"<p>{_unbroken(refit_text(baseline))}</p>" if baseline is not None and baseline.unrefitted else ""
     note = "Legends show the last step, tiles the median or mean of all. Point at a chart to read a step."
     kinds = {kind for _, kind in marks}
     lines = {"recovery": "recoveries", "resize": "resizes"}
@@ -353,7 +354,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
     return [
         data_script(step_values(steps, marks=marks), attributes=' id="step-values"'),
         f"<h2>Training</h2><p>{note}</p>{_charts(_step_figures('loss', 'throughput', 'mfu', 'grad-norm'))}",
-        f"<h2>Predicted and measured</h2>{last_told(run.events, EventKind.PLANNING)}"
+        f"<h2>Predicted and measured</h2>{refitted}{last_told(run.events, EventKind.PLANNING)}"
         f"{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
         f"<h2>Balance and devices</h2>{_charts(''.join(balance))}",
         f"<h2>Plans</h2>{plans}" if plans else "",
