@@ -59,8 +59,9 @@ def attention_by_kind(programs: Sequence[RankProgram]) -> dict[LayerKind, list[l
     return dict(sorted(found.items()))
 
 
-def check_order(programs: Sequence[RankProgram]) -> None:
-    """Every rank loads, passes forward and passes backward each microbatch once on each stage, and sums the gradients.
+def check_order(programs: Sequence[RankProgram], *, forward_only: bool = False) -> None:
+    """Every rank loads, passes forward and passes backward each microbatch once on each stage, and sums the gradients;
+    with `forward_only` none is passed backward.
 
     Microbatches are 0..M-1, loaded and passed forward in this order. Backward passes come in one order on all ranks and
     stages, in which no microbatch precedes one that reads its keys and values; passes of different microbatches may
@@ -82,7 +83,7 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     known: dict[tuple[int, LayerKind], RankProgram] = {}
     for index, program in enumerate(programs):
         _check_labels(program, first, index=index, num_programs=len(programs))
-        _check_passes(program, num_microbatches)
+        _check_passes(program, num_microbatches, forward_only=forward_only)
         _check_instructions(program, encoded)
         _check_alike(program, programs[index - program.rank], first=first)
         if any((program.rank, kind) not in known for kind in kinds_of(program)):
@@ -95,7 +96,7 @@ def check_order(programs: Sequence[RankProgram]) -> None:
                 raise ValueError(_differ(program, programs[program.rank], "pieces", microbatch=mine.microbatch))
 
 
-def check_outlines(programs: Programs) -> None:
+def check_outlines(programs: Programs, *, forward_only: bool = False) -> None:
     """`check_order` of programs in columns: all ranks of a stage run its outline, and load what they attend to.
 
     Raises:
@@ -110,12 +111,12 @@ def check_outlines(programs: Programs) -> None:
     _check_encoded(encoded, first.num_stages, num_microbatches)
     for stage, outline in enumerate(programs.outlines):
         _check_labels(outline, first, index=stage, num_programs=len(programs.outlines))
-        _check_passes(outline, num_microbatches)
+        _check_passes(outline, num_microbatches, forward_only=forward_only)
         _check_instructions(outline, encoded)
         _check_alike(outline, outline, first=first)
-        turn = {item.microbatch: at for at, item in enumerate(of_kind(outline, Backward))}
+        turns = _Turns(outline)
         for kind in kinds_of(outline):
-            _check_reused(programs.attention[kind], turn, place=outline.place)
+            _check_reused(programs.attention[kind], turns, place=outline.place)
     for kind, tables in programs.attention.items():
         for number, (table, pieces) in enumerate(zip(tables, programs.pieces, strict=True)):
             if not np.array_equal(table.tokens, np.maximum(pieces.tokens_of_ranks(), 1)):
@@ -125,13 +126,49 @@ def check_outlines(programs: Programs) -> None:
                 )
 
 
-def _check_reused(tables: Sequence[AttentionTable], turn: Mapping[int, int], *, place: str) -> None:
+class _Turns:
+    """When microbatches read what earlier ones keep, and until when that is there: from Forward to Backward, which come
+    in the reverse order; in programs without Backward from Forward to Free."""
+
+    def __init__(self, program: RankProgram) -> None:
+        at = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
+        self.forward_only = not of_kind(program, Backward)
+        self._reads, self._ends = (
+            {number: place for (kind, number), place in at.items() if kind is wanted}
+            for wanted in ((Forward, Free) if self.forward_only else (Backward, Backward))
+        )
+
+    @property
+    def microbatches(self) -> Collection[int]:
+        return self._reads
+
+    def check(self, where: str, number: int, earlier: int) -> None:
+        """
+        Raises:
+            ValueError: microbatch `number` reads of one that is not earlier, or not there any more.
+        """
+        if not 0 <= earlier < number:
+            raise ValueError(f"{where} is context of {earlier}, must be of an earlier microbatch; lower the plan again")
+        if self._ends.get(earlier, self._reads[number]) >= self._reads[number]:
+            return
+        if self.forward_only:
+            raise ValueError(
+                f"{where} is context of {earlier}, whose Free comes before this one's Forward, must come after it; "
+                "lower the plan again"
+            )
+        raise ValueError(
+            f"{where} is context of {earlier}, whose Backward comes before this one's, must come after it: otherwise "
+            "it lacks the gradients of its keys and values; reverse them"
+        )
+
+
+def _check_reused(tables: Sequence[AttentionTable], turns: _Turns, *, place: str) -> None:
     """`_check_kept` of all ranks."""
     read: dict[int, list[Ints]] = defaultdict(list)
     for number, table in enumerate(tables):
         context = table.context
         for slot, earlier in sorted(set(zip(context.slot.tolist(), context.microbatch.tolist(), strict=True))):
-            _check_turn(f"{place}, microbatch {number}: slot {slot}", number, earlier, turn=turn)
+            turns.check(f"{place}, microbatch {number}: slot {slot}", number, earlier)
         ranks = table.units.ranks[table.units.first[context.unit]]
         for earlier in np.unique(context.microbatch).tolist():
             rows = context.microbatch == earlier
@@ -169,16 +206,6 @@ def _united(rows: Ints) -> Ints:
     return np.stack((unit[opens], start[opens], reach[np.append(opens[1:], True)[: len(unit)]] % most))
 
 
-def _check_turn(where: str, number: int, earlier: int, *, turn: Mapping[int, int]) -> None:
-    if not 0 <= earlier < number:
-        raise ValueError(f"{where} is context of {earlier}, must be of an earlier microbatch; lower the plan again")
-    if turn[earlier] < turn[number]:
-        raise ValueError(
-            f"{where} is context of {earlier}, whose Backward comes before this one's, must come after it: otherwise "
-            "it lacks the gradients of its keys and values; reverse them"
-        )
-
-
 def _check_encoded(encoded: Collection[int], num_stages: int, num_microbatches: int) -> None:
     if encoded and (num_stages > 1 or num_microbatches - 1 not in encoded):
         raise ValueError(
@@ -202,7 +229,12 @@ def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_p
         )
 
 
-def _check_passes(program: RankProgram, num_microbatches: int) -> None:
+def _check_passes(program: RankProgram, num_microbatches: int, *, forward_only: bool) -> None:
+    if (count := len(of_kind(program, Backward))) == 0 and not forward_only or count and forward_only:
+        raise ValueError(
+            f"{program.place}: it has {count} Backward, must have {'none' if forward_only else 'one a microbatch'} "
+            f"where forward_only is {forward_only}; lower the plan with it"
+        )
     for kind in (Load, Forward):
         found = [item.microbatch for item in of_kind(program, kind)]
         if found != list(range(num_microbatches)):
@@ -221,13 +253,14 @@ def _check_passes(program: RankProgram, num_microbatches: int) -> None:
 
 def _check_instructions(program: RankProgram, encoded: Collection[int]) -> None:
     """Each microbatch has all its instructions once, in order: received before the pass and sent on after it. What
-    follows the backward pass may come in any order."""
+    follows the last pass, backward unless there are none, may come in any order."""
     found: dict[int, list[str]] = defaultdict(list)
     for item in program.instructions:
         found[item.microbatch].append(describe(item))
+    last = "Backward" if of_kind(program, Backward) else "Forward"
     for item in of_kind(program, Forward):
-        due = list(_due(program, item, encodes=item.microbatch in encoded))
-        here, passed = found.pop(item.microbatch), due.index("Backward") + 1
+        due = list(_due(program, item, encodes=item.microbatch in encoded, backward=last == "Backward"))
+        here, passed = found.pop(item.microbatch), due.index(last) + 1
         if here[:passed] != due[:passed] or sorted(here[passed:]) != sorted(due[passed:]):
             raise ValueError(
                 f"{program.place}, microbatch {item.microbatch}: instructions are {here}, must be {due}; lower the "
@@ -237,7 +270,7 @@ def _check_instructions(program: RankProgram, encoded: Collection[int]) -> None:
         raise ValueError(f"{program.place}: {min(found.items())} belongs to no Forward; lower the plan again")
 
 
-def _due(program: RankProgram, item: Forward, *, encodes: bool) -> Iterator[str]:
+def _due(program: RankProgram, item: Forward, *, encodes: bool, backward: bool) -> Iterator[str]:
     """The instructions of a microbatch, in words. Activations go from stage p to p + 1 and their gradients back, all
     tokens of the microbatch at once."""
     stage, (activation, gradient) = program.stage, StageFlow
@@ -250,9 +283,11 @@ def _due(program: RankProgram, item: Forward, *, encodes: bool) -> Iterator[str]
     yield "Forward"
     if stage + 1 < program.num_stages:
         yield describe(Send(flow=activation, stage=stage + 1, **sizes))
-        yield describe(Receive(flow=gradient, stage=stage + 1, **sizes))
-    yield "Backward"
-    if stage > 0:
+        if backward:
+            yield describe(Receive(flow=gradient, stage=stage + 1, **sizes))
+    if backward:
+        yield "Backward"
+    if backward and stage > 0:
         yield describe(Send(flow=gradient, stage=stage - 1, **sizes))
     if any(kind.attention.inner.kept for kind in item.kinds):
         yield "Free"
@@ -368,22 +403,21 @@ def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) ->
 def _check_reuse(program: RankProgram) -> None:
     """A context is of an earlier microbatch, which keeps just what later ones read, in layers of each kind. The
     backward pass of every reader comes before that microbatch's own: only then are its gradients whole."""
-    turn = {item.microbatch: at for at, item in enumerate(of_kind(program, Backward))}
-    forwards = of_kind(program, Forward)
+    turns, forwards = _Turns(program), of_kind(program, Forward)
     for at in range(len(forwards[0].kinds)):
         attention = {item.microbatch: item.kinds[at].attention.inner for item in forwards}
         if any(each.context or each.kept for each in attention.values()):
-            _check_kept(attention, turn, place=program.place)
+            _check_kept(attention, turns, place=program.place)
 
 
-def _check_kept(attention: Mapping[int, AttentionProgram], turn: Mapping[int, int], *, place: str) -> None:
-    read: dict[int, set[Range]] = {number: set() for number in turn}
+def _check_kept(attention: Mapping[int, AttentionProgram], turns: _Turns, *, place: str) -> None:
+    read: dict[int, set[Range]] = {number: set() for number in turns.microbatches}
     for number, reader in attention.items():
         for slot in reader.context:
             where = f"{place}, microbatch {number}: slot {slot.slot}"
             if slot.num_tokens < 1:
                 raise ValueError(f"{where} has tokens {slot.span}, must have at least one; lower the plan again")
-            _check_turn(where, number, slot.microbatch, turn=turn)
+            turns.check(where, number, slot.microbatch)
             read[slot.microbatch].add(slot.span)
     for number, each in attention.items():
         if each.kept != (due := union(read[number])):

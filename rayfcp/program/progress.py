@@ -46,8 +46,9 @@ from rayfcp.program.order import attention_by_kind, check_order, check_outlines,
 from rayfcp.program.programs import Programs
 
 
-def check_progress(programs: Sequence[RankProgram]) -> None:
-    """Prove that the programs of all ranks and stages run to their end together.
+def check_progress(programs: Sequence[RankProgram], *, forward_only: bool = False) -> None:
+    """Prove that the programs of all ranks and stages run to their end together, with `forward_only` those of `lower`
+    with the same.
 
     Lowered `Programs` are checked as they are, in columns (`check_outlines`, `AttentionTable.check`); others, however
     they were made, instruction by instruction.
@@ -57,9 +58,9 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
             message, or would wait forever; the message names the rank and what it waits for.
     """
     if isinstance(programs, Programs):
-        _check_columns(programs)
+        _check_columns(programs, forward_only=forward_only)
         return
-    check_order(programs)
+    check_order(programs, forward_only=forward_only)
     for items in zip(*(of_kind(program, Encode) for program in programs), strict=True):
         _check_exchange(items)
     hashes = {program.plan_hash for program in programs}
@@ -73,8 +74,8 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
         raise ValueError(f"{problem}; hand-overs of a channel match in order, lower one plan for all")
 
 
-def _check_columns(programs: Programs) -> None:
-    check_outlines(programs)
+def _check_columns(programs: Programs, *, forward_only: bool) -> None:
+    check_outlines(programs, forward_only=forward_only)
     for items in programs.encodes:
         if items:
             _check_exchange(items)
