@@ -230,7 +230,7 @@ def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_p
 
 
 def _check_passes(program: RankProgram, num_microbatches: int, *, forward_only: bool) -> None:
-    if (count := len(of_kind(program, Backward))) == 0 and not forward_only or count and forward_only:
+    if ((count := len(of_kind(program, Backward))) == 0 and not forward_only) or (count and forward_only):
         raise ValueError(
             f"{program.place}: it has {count} Backward, must have {'none' if forward_only else 'one a microbatch'} "
             f"where forward_only is {forward_only}; lower the plan with it"

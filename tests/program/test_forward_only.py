@@ -7,8 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import hardware_profile, model_profile
-from rayfcp.program import Backward, Forward, Free, Instruction, Load, RankProgram, Receive, Send, StageFlow
-from rayfcp.program import check_progress, lower
+from rayfcp.program import (
+    Backward,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    RankProgram,
+    Receive,
+    Send,
+    StageFlow,
+    check_progress,
+    lower,
+)
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import Primitive
 from tests.examples import examples
@@ -98,6 +109,6 @@ def test_wrong_programs_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             check_progress(wrong, forward_only=True)
-    for given in (programs, lower(*split_split_hybrid(Primitive.RING), forward_only=True)):
+    for refused in (programs, lower(*split_split_hybrid(Primitive.RING), forward_only=True)):
         with pytest.raises(ValueError, match="must have one a microbatch"):
-            check_progress(given)
+            check_progress(refused)
