@@ -67,6 +67,7 @@ class TrainingLoop:
         """Train to the last step, or until stopped, and save. Forming the first generation and measuring it may be
         interrupted by losses like any step."""
         version, formed, measured = self._initial.version, False, False
+        self._stepper.go_on_evaluating()
         while True:
             try:
                 if not formed:
@@ -100,7 +101,6 @@ class TrainingLoop:
         else:
             self._saver.resume.load(self._state.worker_group)
         self._stepper.begin(joined, version=initial.version)
-        self._stepper.go_on_evaluating()
         self._record(EventKind.START, initial.decision, step=initial.version, since_s=self._began_s)
 
     def _measure(self, version: int) -> None:

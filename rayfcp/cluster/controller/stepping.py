@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from rayfcp.execute.reports import DeviceFullError, DeviceReport, Joined
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
+from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch, StepReport
 
 if TYPE_CHECKING:
     from rayfcp.cluster.controller.evaluating import Evaluator
@@ -132,8 +132,13 @@ class Stepper:
     def _evaluate_then(self, report: StepReport, commit: Callable[[StepReport], None]) -> None:
         """Evaluate the state after a step, and commit it with the results."""
         assert self.evaluator is not None
+
+        def done(results: Mapping[str, EvalResult]) -> None:
+            commit(dataclasses.replace(report, eval=dict(results)))
+            self.journal.metrics.keep_ranks(len(self.cluster_state.ids))  # which may be others than in the step
+
         self.journal.hold(report)
-        self.evaluator.begin(report.step, done=lambda results: commit(dataclasses.replace(report, eval=dict(results))))
+        self.evaluator.begin(report.step, done=done)
 
     def run(self, step: int) -> None:
         """Run one step on all devices, from its plan to their reports.
@@ -201,9 +206,8 @@ class Stepper:
     def recompute_more(self, problem: DeviceFullError) -> bool:
         """Plan from now on with more recomputation, since a device ran out of memory; False if that was done before, or
         if there is no copy of the state to go on from. What ran out of memory in evaluation gets fewer tokens."""
-        if self.is_evaluating(self.last_finished) and self.evaluator is not None:
-            if not self.replication.is_on or not self.evaluator.need_less():
-                return False
+        in_evaluation = self.evaluator is not None and self.evaluator.is_at(self.last_finished)
+        if in_evaluation and self.replication.is_on and self.evaluator is not None and self.evaluator.need_less():
             self._log(f"{problem}; trying once to go on by itself, with as few tokens in evaluation as in training")
             return True
         cost = more_recomputation(
