@@ -79,6 +79,29 @@ def _learning() -> Section:
                 width=6,
             ),
             chart("Learning rate", Line(expr=of("learning_rate")), unit="sci", about="Of the last step.", width=6),
+            chart(
+                "Evaluation loss",
+                Line(expr=of("eval_loss"), legend="{{run}} {{set}}"),
+                unit="none",
+                about="Nats per target, of the last evaluated state on each set of eval.sets. Where it rises while the "
+                "loss falls, the model overfits.",
+                floor=None,
+            ),
+            chart(
+                "Perplexity",
+                Line(expr=of("eval_perplexity"), legend="{{run}} {{set}}"),
+                unit="none",
+                about="Of evaluation sets: e to the power of the loss.",
+                width=6,
+                floor=None,
+            ),
+            chart(
+                "Evaluation time",
+                Line(expr=of("eval_seconds")),
+                unit="s",
+                about="Of all sets together, between steps: no part of them, nor of goodput.",
+                width=6,
+            ),
         ),
     )
 

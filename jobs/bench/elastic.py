@@ -12,7 +12,8 @@ worker has a node of its own (a raylet on this machine), and a worker's node is 
 Printed, medians and extremes over the faults: stall, from the fault to the start of the first step that ran wholly
 after it; back, to the start of the first step that had not been finished; lost steps, finished and executed again.
 Ray Train reports a checkpoint every `--checkpoint-every` steps, rayfcp keeps copies of the state as configured.
-`--hang`: rayfcp's survivors can never abort an exchange, so that fresh processes must replace them.
+`--hang`: rayfcp's survivors can never abort an exchange, so that fresh processes must replace them. Ctrl-C ends a side
+and prints the faults that it has.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,12 +85,18 @@ def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
         faults.start()
         try:
             _trainer(side, arguments)(config, data_dir, moments_dir)
+        except KeyboardInterrupt:
+            print(f"{side}: interrupted after {len(faults.faults)} faults", file=sys.stderr)  # noqa: T201
         finally:
             faults.end()
         moments = read_moments(moments_dir)
-    if len(faults.faults) < len(steps):
-        sys.exit(f"{side}: {len(faults.faults)} of {len(steps)} faults came about before the run ended; raise --every")
-    return [cost_of(fault, moments) for fault in faults.faults]
+    costs = []
+    for fault in faults.faults:
+        with suppress(ValueError):  # the last one, if the run ended before a step after it
+            costs.append(cost_of(fault, moments))
+    if not costs:
+        sys.exit(f"{side}: the run ended before a step after the first fault; lower --every")
+    return costs
 
 
 def _bench_cluster(side: str, arguments: argparse.Namespace) -> BenchCluster:
@@ -134,9 +142,9 @@ def page(sides: dict[str, list[Cost]], arguments: argparse.Namespace) -> str:
     """Both sides, a row each."""
     busy = ", ".join(f"{load:.0f}" for load in os.getloadavg())
     lines = [
-        f"{arguments.faults} x loss of a {arguments.kind}, {arguments.workers} workers, seed {arguments.seed}; "
+        f"loss of a {arguments.kind}, {arguments.workers} workers, seed {arguments.seed}; "
         f"{platform.machine()} with {os.cpu_count()} cores (load {busy}), {datetime.datetime.now(datetime.UTC).date()}",
-        f"{'':12}{'stall s':>24}{'back s':>24}{'lost steps':>24}",
+        f"{'':12}{'losses':>8}{'stall s':>24}{'back s':>24}{'lost steps':>24}",
     ]
     for side, costs in sides.items():
         columns = (
@@ -144,7 +152,7 @@ def page(sides: dict[str, list[Cost]], arguments: argparse.Namespace) -> str:
             _spread([cost.back_s for cost in costs]),
             _spread([float(cost.lost_steps) for cost in costs]),
         )
-        lines.append(f"{side:12}" + "".join(f"{column:>24}" for column in columns))
+        lines.append(f"{side:12}{len(costs):>8}" + "".join(f"{column:>24}" for column in columns))
     return "\n".join(lines)
 
 

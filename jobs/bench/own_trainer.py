@@ -12,7 +12,7 @@ from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import DeviceReport
-from rayfcp.program import RankProgram
+from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch
 
 MOMENTS_DIR = "moments"
@@ -22,12 +22,12 @@ MOMENTS_DIR = "moments"
 class TimedWorker(DeviceWorker):
     """Writes down when it begins and ends a step."""
 
-    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> DeviceReport:
+    def step(self, programs: Programs, batch: GlobalBatch, **options: Any) -> DeviceReport:
         position = self._engine.position
         folder = Path(self._config.run_dir).parent / MOMENTS_DIR
         moments = Moments(folder, node_id=ray.get_runtime_context().get_node_id())
         moments.add(BEGAN, batch.step, number=position.device, num_devices=position.num_devices)
-        report = super().step(program, batch, **options)
+        report = super().step(programs, batch, **options)
         moments.add(ENDED, batch.step, number=position.device, num_devices=position.num_devices)
         return report
 

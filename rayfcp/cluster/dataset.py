@@ -1,6 +1,7 @@
 """Data and model of a run: indexed lengths, sampler, model profile."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,17 +13,27 @@ from rayfcp.values import ModelProfile
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from rayfcp.data.evaluation import EvalBatches
+
 NAMED_BAD_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Index and sampler of the data, and the model that they are for."""
+    """Index and sampler of the data, and the model that they are for; the batches of evaluation sets, if there are
+    any."""
 
     index: LengthIndex
     sampler: Sampler
     library: "PreTrainedConfig"
     model: ModelProfile
+    evaluation: "EvalBatches | None" = None
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence that is trained or evaluated on."""
+        sets = () if self.evaluation is None else self.evaluation.sets
+        return max(int(each.lengths.max()) for each in (self.index, *(own.index for own in sets)))
 
     @property
     def vocab_size(self) -> int:
@@ -54,8 +65,9 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     )
 
 
-def open_dataset(config: Config, *, data_dir: str) -> Dataset:
-    """Read the lengths in `data_dir`; rows with token ids beyond the model's vocabulary are skipped.
+def open_dataset(config: Config, *, data_dir: str, eval_dirs: Mapping[str, str] | None = None) -> Dataset:
+    """Read the lengths in `data_dir`, and in the `eval_dirs` of evaluation sets; rows with token ids beyond the model's
+    vocabulary are skipped.
 
     Raises:
         ConfigError: no such model, too many bad rows, no sample left, or images that the model cannot take.
@@ -70,7 +82,14 @@ def open_dataset(config: Config, *, data_dir: str) -> Dataset:
     )
     _check_images(config, model, has_images=index.has_images)
     sampler = Sampler(index, seed=config.run.seed, global_batch=config.data.global_batch_sequences)
-    return Dataset(index=index, sampler=sampler, library=library, model=model)
+    evaluation = None
+    if eval_dirs:
+        from rayfcp.data.evaluation import open_sets
+
+        evaluation = open_sets(config, eval_dirs, vocab_size=model.vocab_size)
+        for each in evaluation.sets:
+            _check_images(config, model, has_images=each.index.has_images)
+    return Dataset(index=index, sampler=sampler, library=library, model=model, evaluation=evaluation)
 
 
 def _check_images(config: Config, model: ModelProfile, *, has_images: bool) -> None:

@@ -97,6 +97,12 @@ def with_absolute_paths(config: Config) -> Config:
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
             "processor": _absolute(data.processor),
         },
+        eval={
+            "sets": {
+                name: each.model_dump() | {"paths": [_absolute(path) for path in each.paths]}
+                for name, each in config.eval.sets.items()
+            }
+        },
         checkpoint={"resume": resume if resume in ("auto", "never") else _absolute(resume)},
         metrics={"token_file": _absolute(config.metrics.token_file)},
     )
@@ -109,10 +115,30 @@ def _absolute(path: str | None) -> str | None:
 def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
     """Folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache, which is
     `data.cache_dir` or `.data` beside the run directory."""
-    cache = config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
-    manifest = cached_prepare(config.data, cache_dir=cache, progress=_progress(log))
+    manifest = cached_prepare(config.data, cache_dir=_cache(config), progress=_progress(log))
     log(f"data in {manifest}")
     return manifest.folder
+
+
+def prepared_sets(config: Config, *, log: Callable[[str], None]) -> dict[str, str]:
+    """Folders of the tokens of evaluation sets by name, prepared as `prepared_data` does.
+
+    Raises:
+        ConfigError: as `rayfcp.data.cached_prepare`; names the set.
+    """
+    found = {}
+    for name, each in config.eval.sets.items():
+        try:
+            manifest = cached_prepare(each.source(config.data), cache_dir=_cache(config), progress=_progress(log))
+        except ConfigError as error:
+            raise ConfigError(f"eval.sets.{name}: {error}") from error
+        log(f"evaluation set {name} in {manifest}")
+        found[name] = manifest.folder
+    return found
+
+
+def _cache(config: Config) -> str:
+    return config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
 
 
 def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) -> PreparedManifest:
@@ -238,7 +264,8 @@ class FlexTrainer:
             with connected(config):
                 heed_sigterm()
                 data_dir = prepared_data(config, log=watcher.log)
-                return follow(config, data_dir, runtime=RayRuntime(self._worker, self._store), watcher=watcher)
+                runtime, eval_dirs = RayRuntime(self._worker, self._store), prepared_sets(config, log=watcher.log)
+                return follow(config, data_dir, runtime=runtime, watcher=watcher, eval_dirs=eval_dirs)
 
 
 def _check_machine(config: Config) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -94,6 +94,7 @@ _KINDS = {
     "string": ("text", "put it in quotes"),
     "tuple": ("a list", "write [a, b]"),
     "model": ("a section of keys", "indent its keys below it"),
+    "dict": ("a section of keys", "indent its keys below it"),
 }
 _BOUNDS = {
     "greater_than": ("gt", "greater than", "raise it"),
@@ -103,12 +104,22 @@ _BOUNDS = {
 }
 
 
+NAMED = "eval.sets."
+"""Prefix of sections that have names of the user's, for which `NAME` stands in known keys."""
+
+
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Dotted names of all sections and keys."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
+        inner: Any = field.annotation
+        if f"{prefix}{name}." == NAMED:
+            _, inner = get_args(inner)
+            prefix_of_inner = f"{NAMED}NAME."
+        else:
+            prefix_of_inner = f"{prefix}{name}."
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, prefix_of_inner)
 
 
 ALIASES = {
@@ -121,6 +132,9 @@ ALIASES = {
     "train.grad_clip": "max_grad_norm max_norm",
     "train.recompute_layers": "gradient_checkpointing activation_checkpoint activation_checkpointing",
     "train.compile": "torch_compile",
+    "eval.every_steps": "eval_steps eval_interval evaluation_steps eval_freq",
+    "eval.batches": "eval_iters max_eval_batches limit_val_batches",
+    "eval.sets": "eval_dataset validation_file valid_data validation",
     "checkpoint.every_steps": "save_steps save_interval interval",
     "checkpoint.keep": "save_total_limit keep_latest_k",
     "checkpoint.resume": "resume_from_checkpoint load_step",
@@ -146,7 +160,8 @@ UNSUPPORTED = {
     "lora lora_r lora_alpha lora_rank peft peft_config adapter qlora": "adapters are not supported, all weights train",
     "load_in_4bit load_in_8bit quantization quantization_config float8": "quantization is not supported",
     "optim optimizer optimizers": "the optimizer is AdamW; set train.learning_rate, beta1, beta2 and weight_decay",
-    "eval_steps eval_strategy evaluation_strategy validation per_device_eval_batch_size": "evaluation is not supported",
+    "eval_strategy evaluation_strategy do_eval": "evaluation runs if eval.sets names data; set eval.every_steps",
+    "per_device_eval_batch_size eval_batch_size": "evaluation batches have data.global_batch_sequences sequences",
     "num_train_epochs epochs num_epochs": "runs are counted in steps; set train.steps",
     "gradient_accumulation_steps micro_batch_size pipeline_parallel_microbatch_size": "microbatches are planned per "
     "batch; set data.global_batch_sequences",
@@ -182,7 +197,11 @@ def unknown_key(dotted: str) -> str:
     """
     given = " ".join(dotted.split()) or repr(dotted)
     section, _, name = dotted.rpartition(".")
-    for key, names in ALIASES.items():
+    if dotted.startswith(NAMED) and len(parts := dotted.removeprefix(NAMED).split(".")) == 2:
+        of_any = unknown_key(f"{NAMED}NAME.{parts[1]}") if parts[0] != "NAME" else ""
+        if of_any:
+            return of_any.replace(f"{NAMED}NAME", f"{NAMED}{parts[0]}")
+    for key, names in {} if dotted.startswith(NAMED) else ALIASES.items():
         if name in names.split():
             return f"{given} is not a known key; it is called {key} here"
     for part in dotted.split("."):
@@ -300,11 +319,13 @@ def check_paths(config: Config) -> None:
     Raises:
         ConfigError: one line for the first that is missing.
     """
-    named = [("data.paths", path) for path in config.data.paths]
+    sources = {"data.paths": config.data.paths}
+    sources |= {f"eval.sets.{name}.paths": each.source(config.data).paths for name, each in config.eval.sets.items()}
+    named = [(field, path) for field, paths in sources.items() for path in paths]
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))
     for field, path in named:
-        is_pattern = field == "data.paths" and any(sign in path for sign in "*?[")
+        is_pattern = field in sources and any(sign in path for sign in "*?[")
         if "://" not in path and not is_pattern and not Path(path).expanduser().exists():
             raise ConfigError(f"{field} has {path!r}, which does not exist; give a file or folder that does")
 

@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -17,61 +15,20 @@ from pydantic import (
     model_validator,
 )
 
-from rayfcp.values.devices import AUTO, DEVICES
-
-
-def as_list(value: Any) -> Any:
-    """One word stands for a list of one."""
-    return (value,) if isinstance(value, str) else value
-
-
-def as_primitives(value: Any) -> Any:
-    """All primitives for `auto`: groups that cannot be of one, as heads do not divide, are of the other."""
-    return ("ring", "ulysses") if value == "auto" else as_list(value)
-
-
-def count_or_range(value: Any) -> Any:
-    """A count or a range `[min, max]` of counts, checked as a whole so that one message covers both."""
-    is_range = isinstance(value, list | tuple)
-    numbers = tuple(value) if is_range else (value,)
-    if len(numbers) != 1 + is_range or any(type(number) is not int for number in numbers):
-        raise ValueError("must be a whole number or [min, max]; write 4 or [2, 4]")
-    if min(numbers) < 1:
-        raise ValueError("must be at least 1; raise it")
-    if numbers[0] > numbers[-1]:
-        raise ValueError("must have min no greater than max; swap them")
-    return numbers if is_range else numbers[0]
-
-
-def auto_or_range(value: Any) -> Any:
-    """`auto`, or as `count_or_range`."""
-    return value if value == AUTO else count_or_range(value)
-
-
-def known_device(name: str) -> str:
-    """A name of `DEVICES`, or `auto`."""
-    if name not in (AUTO, *DEVICES):
-        raise ValueError(f"must be one of {', '.join(map(repr, (AUTO, *DEVICES)))}; write one of them")
-    return name
-
-
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-Bounds = Annotated[Literal["auto"] | Count | tuple[Count, Count], BeforeValidator(auto_or_range)]
-Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
-
-
-class Section(BaseModel):
-    """A frozen section; a key that is not declared is an error.
-
-    A message raised by a validator of a section starts with the section's own key; one raised by a
-    validator of a field starts with `must`. `rayfcp.config.loading` puts the rest in front.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, coerce_numbers_to_str=True
-    )
+from rayfcp.config.evaluation import EvalConfig
+from rayfcp.config.fields import (
+    Beta,
+    Bounds,
+    Count,
+    Fraction,
+    Section,
+    Words,
+    as_list,
+    as_primitives,
+    count_or_range,
+    known_device,
+)
+from rayfcp.values.devices import AUTO
 
 
 class VisionConfig(Section):
@@ -488,6 +445,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig
+    eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
     train: TrainConfig = TrainConfig()
@@ -532,6 +490,12 @@ class Config(Section):
         if self.model.path is not None and self.data.tokenizer is None and self.data.processor is None:
             data = self.data.model_copy(update={"tokenizer": self.model.path})
             object.__setattr__(self, "data", data)  # the section is frozen
+        for name, each in self.eval.sets.items():
+            if (each.max_seqlen or 0) > self.data.max_seqlen:
+                raise ValueError(
+                    f"eval.sets.{name}.max_seqlen is {each.max_seqlen}, must be at most data.max_seqlen "
+                    f"({self.data.max_seqlen}), for which memory is planned; lower it, or raise that"
+                )
         if self.model.path is not None or self.model.name is not None:
             return self
         if train.recompute_layers > shape.num_layers:

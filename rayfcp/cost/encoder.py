@@ -1,6 +1,6 @@
 """Cost of a vision encoder: seconds and memory of images, of moving their features, of the encoder's shards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.memory import patch_bytes, token_bytes
 from rayfcp.values import HardwareProfile, ModelProfile
 from rayfcp.values.arrays import Floats
+
+GATHERED_FORWARD = 0.5
+"""Share of the forward pass in what a microbatch gathers: its layers are gathered again for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,24 @@ class EncoderCost:
             working_tokens=working_bytes / per_token,
             frozen=vision.frozen,
             **(traffic.fields(gathered=True, reduced=reduced) if trained else frozen_shards),
+        )
+
+    def forward_only(self) -> "EncoderCost":
+        """The cost of an encoder that is not differentiated; see `CostModel.forward_only`."""
+        if self.frozen:
+            return self
+        linear, attention = self.linear_forward, self.attention_forward
+        return replace(
+            self,
+            s_per_patch=linear * self.s_per_patch,
+            s_per_pair=attention * self.s_per_pair,
+            fixed_s=linear * self.fixed_s,
+            row_intra_s=self.row_intra_s / 2,  # features go there, and no gradients back
+            row_inter_s=self.row_inter_s / 2,
+            round_s=self.round_s / 2,
+            shard_s=GATHERED_FORWARD * self.shard_s,
+            reduce_s=0.0,
+            reduce_exposed_s=0.0,
         )
 
     def passes_s(self, num_patches: npt.ArrayLike) -> tuple[Floats, Floats]:

@@ -188,6 +188,33 @@ def ending_bytes(
     return -(-STATE_BYTES * whole // num_devices) + (bytes_per_element + gradients + FP32_BYTES) * outer
 
 
+def forward_tokens_per_rank(
+    model: ModelProfile,
+    *,
+    num_devices: int,
+    memory_bytes: int,
+    bytes_per_element: int,
+    gather_every: Literal["microbatch", "step"] = "microbatch",
+) -> int:
+    """Tokens that fit on each of `num_devices` of a single stage in passes that are not followed by a backward pass; 0
+    or less if states alone pass `memory_bytes`.
+
+    Beside weights and moments there are gathered layers and a chunk's logits, but no gradients. Of a token there is
+    what one layer makes, at most all that its backward pass would need, its input and output, and the keys and values
+    of two rounds.
+    """
+    outer = outer_parameters(model, num_stages=1)[0]
+    whole = model.num_layers * model.layer_parameters + outer
+    few = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + outer
+    gathered = bytes_per_element * (whole if gather_every == "step" else few)
+    states = -(-(STATE_BYTES - FP32_BYTES) * whole // num_devices)
+    each = layer_bytes(model, bytes_per_element=bytes_per_element)
+    by_heads = bytes_per_element * 2 * model.num_heads * model.head_dim + each.kv  # where ranks share out heads
+    per_token = each.whole + 2 * bytes_per_element * model.hidden_size + each.head + 2 * each.kv + by_heads
+    left = memory_bytes - states - gathered - loss_bytes(model, bytes_per_element=bytes_per_element)
+    return left // per_token
+
+
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
     """Tokens of a chunk of the loss, each with logits and, in fp32 at least, probabilities of all words. The head's
     gradient, made in the forward pass, lies beside them: a wide head leaves memory for fewer tokens.

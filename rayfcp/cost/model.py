@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, coefficients
-from rayfcp.cost.encoder import EncoderCost, check_one_stage
+from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
 from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.stages import split_layers
@@ -267,6 +267,31 @@ class CostModel:
             head_s = pipeline.head_s_per_token * (linear_s / self.linear_s_per_token)
             pipeline = dataclasses.replace(pipeline, head_s_per_token=head_s)
         return dataclasses.replace(self, **measured, pipeline=pipeline)  # type: ignore[arg-type]
+
+    def forward_only(self) -> "CostModel":
+        """The cost model of passes that are not followed by a backward pass, and recompute and reduce nothing.
+
+        Every coefficient is multiplied by its share of the forward pass. The shares stay, so that planners, which share
+        out forward and backward together, weigh attention, linear layers and messages as a forward pass does. Layers
+        are gathered once instead of twice.
+        """
+        linear, passes, ring = self.linear_forward, self.passes_forward, self.ring_forward
+        scaled = self.with_coefficients(
+            attention_s_per_pair=self.attention_forward * self.attention_s_per_pair,
+            linear_s_per_token=linear * self.linear_s_per_token,
+            fixed_s=linear * self.fixed_s,
+            ring_intra_s_per_token=ring * self.ring_intra_s_per_token,
+            ring_inter_s_per_token=ring * self.ring_inter_s_per_token,
+            ring_s_per_round=passes * self.ring_s_per_round,
+            ulysses_intra_s_per_token=passes * self.ulysses_intra_s_per_token,
+            ulysses_inter_s_per_token=passes * self.ulysses_inter_s_per_token,
+            ulysses_s=passes * self.ulysses_s,
+            shard_s=GATHERED_FORWARD * self.shard_s,
+            reduce_s=0.0,
+            reduce_exposed_s=0.0,
+        )
+        encoder = None if self.encoder is None else self.encoder.forward_only()
+        return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder)
 
     def compute_s(self, pairs: Amount, num_tokens: Amount) -> Amount:
         """Seconds of attention and linear layers on one rank without the fixed cost (Eq. 8): a lower bound on the sum

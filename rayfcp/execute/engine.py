@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import LocalAdamW, learning_rate, make_optimizer, totals, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
-from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
+from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release, release_forward
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
-from rayfcp.execute.reports import Beat, DeviceReport, Joined, StepProgress
+from rayfcp.execute.reports import BatchLosses, Beat, DeviceReport, Joined, StepProgress
+from rayfcp.execute.scoring import sums_by_sequence
 from rayfcp.execute.state.checkpoint import load
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
@@ -48,6 +50,13 @@ class Generation:
     interpreter: Interpreter
 
 
+class DataSource(NamedTuple):
+    """Tokens of a prepared folder, and its images if the run has a processor."""
+
+    reader: TokenReader
+    vision: VisionLoader | None
+
+
 class RankEngine:
     """The model's shard, its optimizer and the process groups of one device. `copies`: where copies of its state are
     made; None if none are."""
@@ -61,9 +70,8 @@ class RankEngine:
         self.keeps_attention = not config.train.recompute_attention
         self.position = MeshPosition(rank=0, num_ranks=1)
         self.copies = copies
-        self._reader = TokenReader.open(data_dir)
-        processor = config.data.processor
-        self._vision = VisionLoader(self._reader, processor, device=device) if processor is not None else None
+        self._reader, self._vision = self._open_source(data_dir)
+        self._eval_sources: dict[str, DataSource] = {}
         self._progress = StepProgress()
         self._generation: Generation | None = None
         self._failure = ""
@@ -74,6 +82,11 @@ class RankEngine:
             communication_sms=config.cluster.communication_sms,
         )
         self._backend.reserve_sms(config.cluster.communication_sms)
+
+    def _open_source(self, folder: str) -> DataSource:
+        reader, processor = TokenReader.open(folder), self._config.data.processor
+        vision = VisionLoader(reader, processor, device=self.device) if processor is not None else None
+        return DataSource(reader, vision)
 
     @property
     def is_aborted(self) -> bool:
@@ -224,6 +237,56 @@ class RankEngine:
             return self._report(
                 batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
             )
+
+    @collective
+    def evaluate(
+        self,
+        program: RankProgram,
+        batch: GlobalBatch,
+        *,
+        plan_hash: str,
+        folder: str,
+        decoded: Mapping[ImageRange, DecodedImages] | None = None,
+    ) -> BatchLosses:
+        """Losses of a global batch of the prepared `folder` by a program without backward; the state stays as it is.
+        Every device must call it.
+
+        Raises:
+            ValueError: the program is not of the plan that the controller dispatched.
+            CollectiveFailedError, DeviceLostError, RuntimeError: as `run_step`.
+        """
+        if program.plan_hash != plan_hash:
+            raise ValueError(
+                f"evaluation batch {batch.step}: program of plan {program.plan_hash}, dispatched was {plan_hash}; plan "
+                "again"
+            )
+        start_s = time.perf_counter()
+        with self._whole_step(f"evaluation batch {batch.step}") as generation:
+            self._progress.begin(batch.step)
+            generation.optimizer.zero_grad(set_to_none=True)  # those of the last step take memory
+            source = self._eval_source(folder)
+            images: ImageSource | None = None
+            sum_over = generation.wait.timed()(generation.groups.sum)
+            if source.vision is not None:
+                batch, images, _ = source.vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
+            try:
+                scored = generation.interpreter.score(program, BatchTokens(source.reader, batch), images=images)
+            finally:
+                release_forward(generation.module)
+            sums = sums_by_sequence(scored, num_sequences=len(batch.samples), device=self.device)
+            total = sum_over(sums if self.position.tensor_rank == 0 else torch.zeros_like(sums)).tolist()
+        return BatchLosses(
+            number=self.position.device,
+            by_sequence=tuple(total) if self.position.device == 0 else (),
+            num_targets=batch.num_targets,
+            seconds=time.perf_counter() - start_s,
+        )
+
+    def _eval_source(self, folder: str) -> DataSource:
+        """The source of a folder, which stays open."""
+        if folder not in self._eval_sources:
+            self._eval_sources[folder] = self._open_source(folder)
+        return self._eval_sources[folder]
 
     def _report(
         self,

@@ -21,8 +21,21 @@ from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.parallel.sharding import StageModule, set_reduce
 from rayfcp.execute.parallel.transport import AttentionStats, Pipes, Transport
+from rayfcp.execute.scoring import TokenLosses
 from rayfcp.execute.vision import ImageSource, PlacedFeatures, pixels_of, place_features
-from rayfcp.program import Backward, Encode, Forward, Free, Instruction, Load, RankProgram, Receive, Send, StageFlow
+from rayfcp.program import (
+    Backward,
+    Encode,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Piece,
+    RankProgram,
+    Receive,
+    Send,
+    StageFlow,
+)
 from rayfcp.values import GlobalBatch, Span, SpanKind
 
 Tokens = npt.NDArray[np.int64]
@@ -89,7 +102,8 @@ class Passes:
     """Forward and backward passes of one stage in one global batch, and the state between them.
 
     A microbatch in flight holds tensors that autograd saved, its input from the previous stage, and its output until
-    that is sent: backward starts from the output's edge in the graph.
+    that is sent: backward starts from the output's edge in the graph. Where gradients are disabled, it holds only what
+    is sent, and on the last stage the losses of its tokens (`scored`).
     """
 
     def __init__(
@@ -99,8 +113,10 @@ class Passes:
         self._is_first, self._is_last = program.stage == 0, program.stage == program.num_stages - 1
         self.stats = AttentionStats(clock=backend_of(device).clock(time.perf_counter))
         self.loss_sum = torch.zeros((), dtype=backend_of(device).sum_dtype, device=device)
+        self.scored: list[TokenLosses] = []
         # By microbatch:
         self._loaded: dict[int, tuple[Tensor | None, Tensor, Tensor | None]] = {}
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._placed: dict[int, PlacedFeatures] = {}
         self._activations_in: dict[int, Tensor] = {}
         self._activations_out: dict[int, Tensor] = {}
@@ -111,7 +127,7 @@ class Passes:
         """Read ids (on the first stage), positions and targets (on the last one) of a load's pieces, in its order, each
         `[tokens]`, int64; positions `[3, tokens]` where they have three axes. Without `images`, a token's position is
         its place in its sequence."""
-        pieces = item.pieces
+        pieces = self._pieces[item.microbatch] = item.pieces
         if images is None:
             positions = [np.arange(piece.start, piece.stop) for piece in pieces]
         else:
@@ -141,7 +157,7 @@ class Passes:
         assert self._pipes is not None
         tensor = self._pipes.receive(item, stats=self.stats)
         if item.flow is StageFlow.ACTIVATION:
-            self._activations_in[item.microbatch] = tensor.requires_grad_()
+            self._activations_in[item.microbatch] = tensor.requires_grad_(torch.is_grad_enabled())
         else:
             self._output_gradients[item.microbatch] = tensor
 
@@ -159,6 +175,18 @@ class Passes:
             self._output_gradients[item.microbatch] = torch.full_like(output.detach(), self._loss_scale)
         else:
             self._activations_out[item.microbatch] = output.detach()
+
+    def score(self, item: Forward, context: AttentionContext) -> None:
+        """Pass forward without gradients."""
+        ids, positions, targets = self._loaded.pop(item.microbatch)
+        inputs = ids if ids is not None else self._activations_in.pop(item.microbatch)
+        placed, pieces = self._placed.pop(item.microbatch, None), self._pieces.pop(item.microbatch)
+        output: Tensor = self._model(inputs, positions, targets, context, False, placed, by_token=True)
+        self.stats.buffers.clear()
+        if self._is_last:
+            self.scored.append(TokenLosses(pieces=pieces, losses=output))
+        else:
+            self._activations_out[item.microbatch] = output.squeeze(0)
 
     def backward(self, item: Backward) -> None:
         set_reduce(self._model, item.reduce)
@@ -218,9 +246,31 @@ class Interpreter:
         self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
     ) -> Enqueued:
         """`run` without waiting for the device."""
-        self._check(program)
-        record, store = _SpanRecord(program, self._clock, waited=self._waited), ContextStore()
         passes = Passes(program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device)
+        record = self._passed(program, tokens, passes=passes, images=images)
+        return Enqueued(loss_sum=passes.loss_sum, stats=passes.stats, record=record)
+
+    @torch.no_grad()
+    def score(
+        self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None
+    ) -> tuple[TokenLosses, ...]:
+        """Run a program without backward passes (`lower(..., forward_only=True)`); losses of the tokens of this rank by
+        microbatch, none before the last stage. The device may still be running.
+
+        Not in inference mode, whose tensors later training passes could not use. Parameters that are gathered stay so:
+        see `release_forward`.
+        """
+        passes = Passes(program, self._model, pipes=self._pipes, loss_scale=0.0, device=self._device)
+        self._passed(program, tokens, passes=passes, images=images)
+        return tuple(passes.scored)
+
+    def _passed(
+        self, program: RankProgram, tokens: TokenSource, *, passes: Passes, images: ImageSource | None
+    ) -> "_SpanRecord":
+        """Run all instructions."""
+        self._check(program)
+        record = _SpanRecord(program, self._clock, waited=self._waited)
+        store = ContextStore(alone=not torch.is_grad_enabled())
         for at, item in enumerate(program.instructions):
             self._on_progress(at)
             with record.span(item):
@@ -232,11 +282,8 @@ class Interpreter:
                     case Receive():
                         passes.receive(item)
                     case Forward():
-                        due = Backward, item.microbatch
-                        after = program.instructions[at + 1 : at + 2]
-                        keep_logits = any((type(each), each.microbatch) == due for each in after)
                         context = AttentionContext.of(item, store=store, stats=passes.stats, **self._attention)
-                        passes.forward(item, context, keep_logits=keep_logits)
+                        self._pass_forward(program, at, passes=passes, context=context)
                     case Send():
                         passes.send(item)
                     case Backward():
@@ -246,7 +293,19 @@ class Interpreter:
         self._on_progress(len(program.instructions))
         if self._pipes:
             self._pipes.finish()
-        return Enqueued(loss_sum=passes.loss_sum, stats=passes.stats, record=record)
+        return record
+
+    @staticmethod
+    def _pass_forward(program: RankProgram, at: int, *, passes: Passes, context: AttentionContext) -> None:
+        """Run instruction `at`; logits are kept if the backward pass follows at once."""
+        item = program.instructions[at]
+        assert isinstance(item, Forward)
+        if not torch.is_grad_enabled():
+            passes.score(item, context)
+            return
+        due = Backward, item.microbatch
+        after = program.instructions[at + 1 : at + 2]
+        passes.forward(item, context, keep_logits=any((type(each), each.microbatch) == due for each in after))
 
     def _check(self, program: RankProgram) -> None:
         if program.rank != self._transport.rank:

@@ -160,6 +160,17 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLosses:
+    """Losses of an evaluated batch, summed over all devices: `by_sequence` from device 0, empty from the others;
+    `num_targets` that count. `seconds`: of this device."""
+
+    number: int
+    by_sequence: tuple[float, ...]
+    num_targets: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """Progress of a device in step `step`: `num_done` instructions of its program are done.
 

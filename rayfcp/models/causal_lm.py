@@ -37,6 +37,17 @@ def head_loss(head: nn.Linear, hidden: Tensor, *, targets: Tensor, chunk_tokens:
     return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def token_losses(head: nn.Module, hidden: Tensor, *, targets: Tensor, chunk_tokens: int) -> Tensor:
+    """Cross entropies of single tokens, `[tokens]`, in fp32 at least, 0 where the target is -100; for any head. Without
+    gradients: nothing of a chunk's logits is kept."""
+    losses = hidden.new_zeros(len(hidden), dtype=_wide(hidden))
+    parts = (each.split(chunk_tokens) for each in (hidden, targets, losses))
+    for own, wanted, found in zip(*parts, strict=True):
+        logits = head(own)
+        found.copy_(F.cross_entropy(logits.to(_wide(logits)), wanted, ignore_index=IGNORED, reduction="none"))
+    return losses
+
+
 def cross_entropy_sum(head: nn.Module, hidden: Tensor, *, targets: Tensor) -> Tensor:
     """`head_loss` by autograd, all logits at once, for any head."""
     logits = head(hidden)
@@ -157,6 +168,7 @@ class CausalLM(StageModule):
         attention: AttentionContext,
         keep_logits: bool = True,
         placed: "PlacedFeatures | None" = None,
+        by_token: bool = False,
     ) -> Tensor:
         """Sum of cross entropies in fp32 over targets that are not -100; before the last stage the activations
         `[1, tokens, hidden]`.
@@ -168,6 +180,7 @@ class CausalLM(StageModule):
             attention: The attention program of the call.
             keep_logits: Keep the gradients of the logits, since backward follows at once; otherwise recompute them.
             placed: Image features in place of the embeddings of their tokens.
+            by_token: Return the cross entropy of each token, `[tokens]`, in place of their sum; without gradients.
         """
         given = self._decoder_inputs(inputs, placed)
         output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False, **{KEYWORD: attention})
@@ -177,9 +190,11 @@ class CausalLM(StageModule):
         hidden = hidden.squeeze(0)
         assert targets is not None
         head = self.model.get_output_embeddings()
+        few = min(loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size()), LOSS_CHUNK_TOKENS)
+        if by_token:
+            return token_losses(head, hidden, targets=targets, chunk_tokens=few)
         if keep_logits and type(head) is nn.Linear and torch.is_grad_enabled():
-            few = loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size())
-            return head_loss(head, hidden, targets=targets, chunk_tokens=min(few, LOSS_CHUNK_TOKENS))
+            return head_loss(head, hidden, targets=targets, chunk_tokens=few)
         few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more per token
         again = functools.partial(checkpoint, cross_entropy_sum, head, use_reentrant=False, preserve_rng_state=False)
         parts = zip(hidden.split(few), targets.split(few), strict=True)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,7 @@ def lower(
     placements: Sequence[Placement] | None = None,
     reduce_every: str = "step",
     kinds_of_stage: Sequence[Sequence[LayerKind]] = (),
+    forward_only: bool = False,
 ) -> Programs:
     """One program per stage and rank, that of rank r on stage p at index p x num_ranks + r.
 
@@ -63,7 +65,8 @@ def lower(
     matter. The planner sees to it that degrees divide heads. All stages run the same attention in layers of one kind;
     only which of the sequences' `layer_kinds` they have (`kinds_of_stage`, all if absent), the layers that they
     recompute, the order of their passes and their neighbours differ. Sends follow their pass, or come somewhat later
-    where stages would otherwise wait for each other.
+    where stages would otherwise wait for each other. With `forward_only` the microbatches are only passed forward, as
+    for evaluation: nothing is recomputed, reduced or handed back.
 
     Raises:
         ValueError: a stage names a kind of layers that the sequences do not; sequences disagree on these; a layout
@@ -74,35 +77,56 @@ def lower(
     of_stage = _kinds(plan, sequences, kinds_of_stage)
     attention = _attention(plan, placements, sequences=sequences, kinds={each for own in of_stage for each in own})
     encodes = lower_encoding(plan, placements, sequences=sequences)
+    readers = _last_readers(placements) if forward_only else None
     outlines = [
-        _outline(plan, stage, {kind: attention[kind] for kind in kinds}, encodes=encodes, reduce_every=reduce_every)
+        _outline(
+            plan,
+            stage,
+            {kind: attention[kind] for kind in kinds},
+            encodes=encodes,
+            reduce_every=reduce_every,
+            readers=readers,
+        )
         for stage, kinds in enumerate(of_stage)
     ]
     return Programs(
         plan_hash=plan.plan_hash,
-        outlines=_sends_in_order(outlines, plan) if plan.num_stages > 1 else outlines,
+        outlines=_sends_in_order(outlines, plan) if plan.num_stages > 1 and not forward_only else outlines,
         attention=attention,
         pieces=[Pieces.of(each, num_ranks=plan.num_ranks) for each in placements],
         encodes=encodes,
     )
 
 
+def _last_readers(placements: Sequence[Placement]) -> dict[int, int]:
+    """The last microbatch that reads what each one keeps, of those that keep something."""
+    return {earlier: at for at, each in enumerate(placements) for earlier, _ in each.contexts}
+
+
 def _outline(
-    plan: BatchPlan, stage: int, attention: Attention, *, encodes: Sequence[Sequence[Encode]], reduce_every: str
+    plan: BatchPlan,
+    stage: int,
+    attention: Attention,
+    *,
+    encodes: Sequence[Sequence[Encode]],
+    reduce_every: str,
+    readers: Mapping[int, int] | None,
 ) -> RankProgram:
-    """What a rank with a token of padding runs on a stage, which keeps it if any rank keeps something."""
+    """What a rank with a token of padding runs on a stage, which keeps it if any rank keeps something. `readers`: as
+    `_last_readers` where passes are only forward."""
     num_microbatches = len(plan.microbatches)
-    instructions = stage_instructions(
-        plan,
-        stage,
-        pieces=[()] * num_microbatches,
-        encodes=[_NO_IMAGES if each else None for each in encodes],
-        attention=[
+    parts: dict[str, Any] = {
+        "pieces": [()] * num_microbatches,
+        "encodes": [_NO_IMAGES if each else None for each in encodes],
+        "attention": [
             [LayerAttention(kind=kind, attention=_padding(tables[at])) for kind, tables in attention.items()]
             for at in range(num_microbatches)
         ],
-        reduce_every=reduce_every,
-    )
+    }
+    if readers is None:
+        instructions = stage_instructions(plan, stage, reduce_every=reduce_every, **parts)
+    else:
+        instructions = forward_instructions(plan, stage, readers=readers, **parts)
     return RankProgram(
         rank=0,
         num_ranks=1,
@@ -143,29 +167,78 @@ def stage_instructions(
     """
     actions = _actions(plan, stage)
     last = [action.microbatch for action, _ in actions if action.backward][-1]
-    neighbours = (stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < plan.num_stages else None)
+    neighbours = _neighbours(plan, stage)
     instructions: list[Instruction] = []
     for action, recomputed_layers in actions:
         at, kinds = action.microbatch, attention[action.microbatch]
-        num_tokens = kinds[0].attention.num_tokens
-        flow = StageFlow.GRADIENT if action.backward else StageFlow.ACTIVATION
-        source, target = reversed(neighbours) if action.backward else neighbours
         if not action.backward:
-            instructions.append(Load(microbatch=at, pieces=pieces[at]))
-            instructions += [replace(each, microbatch=at) for each in encodes[at : at + 1] if each]
+            passed = _forward(at, kinds, recomputed_layers=recomputed_layers, keeps_attention=plan.keeps_attention)
+            instructions += _passed_forward(passed, neighbours, pieces=pieces[at], encode=encodes[at : at + 1])
+            continue
+        target, source = neighbours
+        handed: dict[str, Any] = {
+            "microbatch": at,
+            "flow": StageFlow.GRADIENT,
+            "num_tokens": kinds[0].attention.num_tokens,
+        }
         if source is not None:
-            instructions.append(Receive(microbatch=at, flow=flow, stage=source, num_tokens=num_tokens))
-        if action.backward:
-            instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
-        else:
-            instructions.append(
-                _forward(at, kinds, recomputed_layers=recomputed_layers, keeps_attention=plan.keeps_attention)
-            )
+            instructions.append(Receive(stage=source, **handed))
+        instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
         if target is not None:
-            instructions.append(Send(microbatch=at, flow=flow, stage=target, num_tokens=num_tokens))
-        if action.backward and any(each.attention.inner.kept for each in kinds):
+            instructions.append(Send(stage=target, **handed))
+        if _keeps(kinds):
             instructions.append(Free(microbatch=at))
     return tuple(instructions)
+
+
+def forward_instructions(
+    plan: BatchPlan,
+    stage: int,
+    *,
+    pieces: Sequence[tuple[Piece, ...]],
+    attention: Sequence[Sequence[LayerAttention]],
+    readers: Mapping[int, int],
+    encodes: Sequence[Encode | None] = (),
+) -> tuple[Instruction, ...]:
+    """Instructions of one rank on a stage that passes all microbatches forward, in order, and none backward; arguments
+    as of `stage_instructions`. What a microbatch kept is freed after the pass of its last reader (`readers`)."""
+    neighbours = _neighbours(plan, stage)
+    instructions: list[Instruction] = []
+    for at, kinds in enumerate(attention):
+        passed = _forward(at, kinds, recomputed_layers=0, keeps_attention=False)
+        instructions += _passed_forward(passed, neighbours, pieces=pieces[at], encode=encodes[at : at + 1])
+        read = sorted(earlier for earlier, reader in readers.items() if reader == at)
+        instructions += [Free(microbatch=earlier) for earlier in read if _keeps(attention[earlier])]
+    return tuple(instructions)
+
+
+def _neighbours(plan: BatchPlan, stage: int) -> tuple[int | None, int | None]:
+    """The stages before and after this one."""
+    return stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < plan.num_stages else None
+
+
+def _keeps(kinds: Sequence[LayerAttention]) -> bool:
+    return any(each.attention.inner.kept for each in kinds)
+
+
+def _passed_forward(
+    passed: Forward,
+    neighbours: tuple[int | None, int | None],
+    *,
+    pieces: tuple[Piece, ...],
+    encode: Sequence[Encode | None],
+) -> list[Instruction]:
+    """A forward pass with its load, its encoding, and the activations from and to other stages."""
+    at, (source, target) = passed.microbatch, neighbours
+    handed: dict[str, Any] = {"microbatch": at, "flow": StageFlow.ACTIVATION, "num_tokens": passed.attention.num_tokens}
+    instructions: list[Instruction] = [Load(microbatch=at, pieces=pieces)]
+    instructions += [replace(each, microbatch=at) for each in encode if each]
+    if source is not None:
+        instructions.append(Receive(stage=source, **handed))
+    instructions.append(passed)
+    if target is not None:
+        instructions.append(Send(stage=target, **handed))
+    return instructions
 
 
 def _forward(

@@ -10,6 +10,7 @@ import numpy as np
 from rayfcp.plan.layout import Placement
 from rayfcp.program.instructions import (
     AttentionProgram,
+    Backward,
     Encode,
     Forward,
     Free,
@@ -85,6 +86,11 @@ class Programs(Sequence[RankProgram]):
     @property
     def num_microbatches(self) -> int:
         return len(self.pieces)
+
+    @property
+    def forward_only(self) -> bool:
+        """True if no microbatch is passed backward."""
+        return not any(isinstance(item, Backward) for item in self.outlines[0].instructions)
 
     @property
     def tables(self) -> tuple[AttentionTable, ...]:

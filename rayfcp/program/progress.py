@@ -24,7 +24,7 @@ Keys and values that a microbatch keeps for later ones stay until these have rea
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from rayfcp.program.instructions import (
     Backward,
     Encode,
     Forward,
+    Free,
     Instruction,
     Load,
     RankProgram,
@@ -46,8 +47,9 @@ from rayfcp.program.table import AttentionTable, Units
 from rayfcp.values.arrays import Ints
 
 
-def check_progress(programs: Programs) -> None:
-    """Prove that the programs of all ranks and stages run to their end together.
+def check_progress(programs: Programs, *, forward_only: bool = False) -> None:
+    """Prove that the programs of all ranks and stages run to their end together, with `forward_only` those of `lower`
+    with the same.
 
     Microbatches are 0..M-1, loaded and passed forward in this order on each stage, and passed backward in one order on
     all, in which no microbatch precedes one that reads its keys and values; the passes of different microbatches may
@@ -70,13 +72,13 @@ def check_progress(programs: Programs) -> None:
                 f"the outline at position {stage} has (stage, num_stages, plan_hash) {found}, must have {due}; lower "
                 "one plan for all stages"
             )
-        _check_passes(outline, num_microbatches)
+        _check_passes(outline, num_microbatches, forward_only=forward_only)
         _check_kinds(outline, programs)
         _check_instructions(outline, programs, encoded)
         _check_turns(outline, first)
-        turn = {item.microbatch: at for at, item in enumerate(of_kind(outline, Backward))}
+        turns = _Turns(outline)
         for kind in kinds_of(outline):
-            _check_reused(programs.attention[kind], turn, place=outline.place)
+            _check_reused(programs.attention[kind], turns, place=outline.place)
     if problem := hand_overs_stuck(programs.outlines):
         raise ValueError(f"{problem}; hand-overs of a channel match in order, lower one plan for all")
 
@@ -128,7 +130,14 @@ def _check_turns(outline: RankProgram, first: RankProgram) -> None:
         )
 
 
-def _check_passes(outline: RankProgram, num_microbatches: int) -> None:
+def _check_passes(outline: RankProgram, num_microbatches: int, *, forward_only: bool) -> None:
+    num_backward = len(of_kind(outline, Backward))
+    if forward_only != (num_backward == 0):
+        due = "none" if forward_only else "one a microbatch"
+        raise ValueError(
+            f"{outline.place}: it has {num_backward} Backward, must have {due} where forward_only is {forward_only}; "
+            "lower the plan with it"
+        )
     for kind in (Load, Forward):
         found = [item.microbatch for item in of_kind(outline, kind)]
         if found != list(range(num_microbatches)):
@@ -147,15 +156,16 @@ def _check_passes(outline: RankProgram, num_microbatches: int) -> None:
 
 def _check_instructions(outline: RankProgram, programs: Programs, encoded: Collection[int]) -> None:
     """Each microbatch has all its instructions once, in order: received before the pass and sent on after it. What
-    follows the backward pass may come in any order."""
+    follows the last pass, backward unless there are none, may come in any order."""
     found: dict[int, list[str]] = defaultdict(list)
     for item in outline.instructions:
         found[item.microbatch].append(_describe(item))
+    last = "Backward" if of_kind(outline, Backward) else "Forward"
     for item in of_kind(outline, Forward):
         at = item.microbatch
         keeps = any(len(programs.attention[kind][at].kept.unit) for kind in kinds_of(outline))
-        due = list(_due(outline, at, encodes=at in encoded, keeps=keeps))
-        here, passed = found.pop(at), due.index("Backward") + 1
+        due = list(_due(outline, at, encodes=at in encoded, keeps=keeps, backward=last == "Backward"))
+        here, passed = found.pop(at), due.index(last) + 1
         if here[:passed] != due[:passed] or sorted(here[passed:]) != sorted(due[passed:]):
             raise ValueError(
                 f"{outline.place}, microbatch {at}: instructions are {here}, must be {due}; lower the plan again"
@@ -164,7 +174,7 @@ def _check_instructions(outline: RankProgram, programs: Programs, encoded: Colle
         raise ValueError(f"{outline.place}: {min(found.items())} belongs to no Forward; lower the plan again")
 
 
-def _due(outline: RankProgram, microbatch: int, *, encodes: bool, keeps: bool) -> Iterator[str]:
+def _due(outline: RankProgram, microbatch: int, *, encodes: bool, keeps: bool, backward: bool) -> Iterator[str]:
     """The instructions of a microbatch, in words. Activations go from stage p to p + 1 and their gradients back."""
     stage, (activation, gradient) = outline.stage, StageFlow
     yield "Load"
@@ -175,9 +185,11 @@ def _due(outline: RankProgram, microbatch: int, *, encodes: bool, keeps: bool) -
     yield "Forward"
     if stage + 1 < outline.num_stages:
         yield _hand_over("Send", activation, microbatch, stage=stage + 1)
-        yield _hand_over("Receive", gradient, microbatch, stage=stage + 1)
-    yield "Backward"
-    if stage > 0:
+        if backward:
+            yield _hand_over("Receive", gradient, microbatch, stage=stage + 1)
+    if backward:
+        yield "Backward"
+    if backward and stage > 0:
         yield _hand_over("Send", gradient, microbatch, stage=stage - 1)
     if keeps:
         yield "Free"
@@ -195,13 +207,45 @@ def _hand_over(name: str, flow: StageFlow, microbatch: int, *, stage: int) -> st
     return f"{name} of the {flow.value} of microbatch {microbatch} {'to' if name == 'Send' else 'from'} stage {stage}"
 
 
-def _check_reused(tables: Sequence[AttentionTable], turn: Mapping[int, int], *, place: str) -> None:
+class _Turns:
+    """When microbatches read what earlier ones keep, and until when that is there: from Forward to Backward, which come
+    in the reverse order; in programs without Backward from Forward to Free."""
+
+    def __init__(self, outline: RankProgram) -> None:
+        at = {(type(item), item.microbatch): at for at, item in enumerate(outline.instructions)}
+        self._forward_only = not of_kind(outline, Backward)
+        self._reads, self._ends = (
+            {number: place for (kind, number), place in at.items() if kind is wanted}
+            for wanted in ((Forward, Free) if self._forward_only else (Backward, Backward))
+        )
+
+    def check(self, where: str, number: int, earlier: int) -> None:
+        """
+        Raises:
+            ValueError: microbatch `number` reads of one that is not earlier, or not there any more.
+        """
+        if not 0 <= earlier < number:
+            raise ValueError(f"{where} is context of {earlier}, must be of an earlier microbatch; lower the plan again")
+        if self._ends.get(earlier, self._reads[number]) >= self._reads[number]:
+            return
+        if self._forward_only:
+            raise ValueError(
+                f"{where} is context of {earlier}, whose Free comes before this one's Forward, must come after it; "
+                "lower the plan again"
+            )
+        raise ValueError(
+            f"{where} is context of {earlier}, whose Backward comes before this one's, must come after it: otherwise "
+            "it lacks the gradients of its keys and values; reverse them"
+        )
+
+
+def _check_reused(tables: Sequence[AttentionTable], turns: _Turns, *, place: str) -> None:
     """`_check_kept` of all ranks."""
     read: dict[int, list[Ints]] = defaultdict(list)
     for number, table in enumerate(tables):
         context = table.context
         for slot, earlier in sorted(set(zip(context.slot.tolist(), context.microbatch.tolist(), strict=True))):
-            _check_turn(f"{place}, microbatch {number}: slot {slot}", number, earlier, turn=turn)
+            turns.check(f"{place}, microbatch {number}: slot {slot}", number, earlier)
         ranks = table.rank(context.unit)
         for earlier in np.unique(context.microbatch).tolist():
             rows = context.microbatch == earlier
@@ -237,16 +281,6 @@ def _united(rows: Ints) -> Ints:
     reach = np.maximum.accumulate(unit * most + stop)
     opens = np.append(True, (unit * most + start)[1:] > reach[:-1])[: len(unit)]
     return np.stack((unit[opens], start[opens], reach[np.append(opens[1:], True)[: len(unit)]] % most))
-
-
-def _check_turn(where: str, number: int, earlier: int, *, turn: Mapping[int, int]) -> None:
-    if not 0 <= earlier < number:
-        raise ValueError(f"{where} is context of {earlier}, must be of an earlier microbatch; lower the plan again")
-    if turn[earlier] < turn[number]:
-        raise ValueError(
-            f"{where} is context of {earlier}, whose Backward comes before this one's, must come after it: otherwise "
-            "it lacks the gradients of its keys and values; reverse them"
-        )
 
 
 def _check_encoded(encoded: Collection[int], num_stages: int, num_microbatches: int) -> None:

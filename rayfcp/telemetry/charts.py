@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from rayfcp.telemetry.page import Chart
+from rayfcp.telemetry.summary import number
 from rayfcp.values import Imbalance, StepReport
 
 T = TypeVar("T")
@@ -78,6 +79,26 @@ def step_values(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> dict
     """Return `COLUMNS` over the steps, from which `STEP_CHARTS` of the renderer are drawn."""
     columns = {name: [read(report) for report in reports] for name, read in COLUMNS.items()}
     return {**over_steps([report.step for report in reports], columns), "marks": marks}
+
+
+def evaluation_charts(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> list[Chart]:
+    """Return the loss on each evaluation set over the steps after which it was evaluated; none without evaluation."""
+    names = dict.fromkeys(name for report in reports for name in report.eval)
+    return [_evaluation_chart(name, [each for each in reports if name in each.eval], marks=marks) for name in names]
+
+
+def _evaluation_chart(name: str, reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> Chart:
+    last = reports[-1].eval[name]
+    return {
+        "kind": "lines",
+        "title": f"Evaluation loss: {name}",
+        "note": f"Nats per target token; perplexity {number(last.perplexity)} after step {reports[-1].step}, over "
+        f"{last.tokens:,} tokens",
+        **over_steps([each.step for each in reports], {"loss": [each.eval[name].loss for each in reports]}),
+        "zero": False,
+        "dots": True,
+        "marks": marks,
+    }
 
 
 def degrees_chart(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> Chart:

@@ -1,5 +1,5 @@
 """`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes, ends, how
-often the state is copied and how far ahead steps are planned."""
+often the state is copied, how far ahead steps are planned, evaluations."""
 
 import dataclasses
 import json
@@ -89,6 +89,7 @@ class EventKind(StrEnum):
     END = "end"
     COPIES = "copies"
     PLANNING = "planning"
+    EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,8 @@ class Event:
 
     `seconds`: its duration (0 if not timed). `lost_steps`: finished steps to be repeated. `cause`: of a recovery.
     `reason`: one sentence; of `COPIES`, how often the state is copied from here on, and what it costs; of `PLANNING`,
-    how many planners work how many steps ahead, or why they cannot keep up. `cluster`: the cluster of later plans, None
-    at the end and with these two.
+    how many planners work how many steps ahead, or why they cannot keep up; of `EVALUATION`, the losses. `cluster`: the
+    cluster of later plans, None at the end and with these three.
     """
 
     kind: EventKind

@@ -137,6 +137,7 @@ class RunState(StrEnum):
 
     STARTING = "starting"
     TRAINING = "training"
+    EVALUATING = "evaluating"
     RECOVERING = "recovering"
     SAVING = "saving"
 
@@ -196,6 +197,7 @@ class Live:
             "workers": [],
             "recoveries": [],
             "counts": {},
+            "evaluations": [],
         }
         self._history = History()
         self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -218,6 +220,7 @@ class Live:
         with self._change():
             for report in reports:
                 self._history.add(report)
+                self._add_evaluation(report)
             if reports:
                 self._fields["step"] = reports[-1].step
 
@@ -225,6 +228,7 @@ class Live:
         """Add a committed step."""
         with self._change():
             self._history.add(report)
+            self._add_evaluation(report)
             self._ends_s.append(time.monotonic())
             self._fields |= {
                 "state": RunState.TRAINING,
@@ -275,6 +279,13 @@ class Live:
                 fields, columns = json.dumps(finite(self._fields), allow_nan=False), json.dumps(list(COLUMNS))
                 self._text = f'{fields[1:-1]}, "columns": {columns}, "history": {self._history.text()}'
             return f'{{"now": {time.time()}, {self._text}, "picture": {drawn[1]}}}'
+
+    def _add_evaluation(self, report: StepReport) -> None:
+        """Add the losses of an evaluated state; of many evaluations every other one stays."""
+        if report.eval:
+            losses = {name: each.loss for name, each in report.eval.items()}
+            known = [*self._fields["evaluations"], [report.step, losses]]
+            self._fields["evaluations"] = known[-1::-2][::-1] if len(known) > MAX_POINTS else known
 
     @contextmanager
     def _change(self) -> Iterator[None]:

@@ -215,6 +215,9 @@ class MetricsExporter:
             self._series.set(name, value)
         for resource, value in report.imbalance.by_resource.items():
             self._series.set("imbalance_ratio", value, resource=resource)
+        for name, result in report.eval.items():
+            self._series.set("eval_loss", result.loss, set=name)
+            self._series.set("eval_perplexity", result.perplexity, set=name)
         self._series.set("goodput_ratio", goodput)
         self._series.set("last_step_timestamp_seconds", self._epoch_s())
         if report.step > self._counted_to:

@@ -15,8 +15,8 @@ import yaml
 
 from rayfcp.telemetry import events as event_log
 from rayfcp.telemetry import rank_times, trace
-from rayfcp.telemetry.baseline import Baseline, baseline_charts
-from rayfcp.telemetry.charts import Mark, degrees_chart, step_values
+from rayfcp.telemetry.baseline import Baseline, baseline_charts, refit_text
+from rayfcp.telemetry.charts import Mark, degrees_chart, evaluation_charts, step_values
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.page import Chart, data_script, figure, html_page, table
@@ -33,8 +33,8 @@ class History:
     """Time and events of a run.
 
     `wall_s`: summed over the starts of the run, each until its end; `goodput`: seconds of committed steps over
-    `wall_s`; both NaN without recorded events. `start_s`: time until the first step of each start; `worlds`: numbers
-    of devices in use, one entry per change.
+    `wall_s`; both NaN without recorded events. `start_s`: time until the first step of each start; `evaluation_s`: of
+    evaluations, which are no part of steps; `worlds`: numbers of devices in use, one entry per change.
     """
 
     wall_s: float
@@ -44,6 +44,7 @@ class History:
     lost_steps: int
     recovery_s: float
     start_s: float
+    evaluation_s: float
     worlds: tuple[int, ...]
 
 
@@ -61,6 +62,7 @@ def history_of(events: Sequence[Event], reports: Sequence[StepReport], *, last_w
         lost_steps=sum(event.lost_steps for event in events),
         recovery_s=sum(event.seconds for event in recoveries),
         start_s=sum(event.seconds for event in events if event.kind is EventKind.START),
+        evaluation_s=sum(event.seconds for event in events if event.kind is EventKind.EVALUATION),
         worlds=tuple(devices for devices, _ in groupby(report.world_size for report in reports)),
     )
 
@@ -163,8 +165,9 @@ def _goodput(history: History) -> str:
     """Return where the rest of the wall time went, as far as it is recorded."""
     if not math.isfinite(history.goodput):
         return "committed steps over wall time"
-    other_s = max(0.0, (1 - history.goodput) * history.wall_s - history.start_s - history.recovery_s)
-    parts = {"starting": history.start_s, "recovering": history.recovery_s, "compiling, saving and other work": other_s}
+    parts = {"starting": history.start_s, "recovering": history.recovery_s, "evaluating": history.evaluation_s}
+    other_s = max(0.0, (1 - history.goodput) * history.wall_s - sum(parts.values()))
+    parts |= {"compiling, saving and other work": other_s}
     rest = ", ".join(f"{duration(spent_s)} {name}" for name, spent_s in parts.items() if spent_s >= 0.05)
     return "of wall time in committed steps" + (f"; the rest: {rest}" if rest else "")
 
@@ -345,15 +348,18 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         *map(figure, rank_charts(run.times)),
     ]
     view, plans = run.timeline, plans_table(steps)
+    refitted = f"<p>{_unbroken(refit_text(baseline))}</p>" if baseline is not None and baseline.unrefitted else ""
     note = "Legends show the last step, tiles the median or mean of all. Point at a chart to read a step."
     kinds = {kind for _, kind in marks}
     lines = {"recovery": "recoveries", "resize": "resizes"}
+    trained = _step_figures("loss", "throughput", "mfu", "grad-norm")
+    trained += "".join(map(figure, evaluation_charts(steps, marks=marks)))
     shown = [f'<span class="of-{kind}">{word}</span>' for kind, word in lines.items() if kind in kinds]
     note += f" Lines across charts: {', '.join(shown)}." if shown else ""
     return [
         data_script(step_values(steps, marks=marks), attributes=' id="step-values"'),
-        f"<h2>Training</h2><p>{note}</p>{_charts(_step_figures('loss', 'throughput', 'mfu', 'grad-norm'))}",
-        f"<h2>Predicted and measured</h2>{last_told(run.events, EventKind.PLANNING)}"
+        f"<h2>Training</h2><p>{note}</p>{_charts(trained)}",
+        f"<h2>Predicted and measured</h2>{refitted}{last_told(run.events, EventKind.PLANNING)}"
         f"{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
         f"<h2>Balance and devices</h2>{_charts(''.join(balance))}",
         f"<h2>Plans</h2>{plans}" if plans else "",

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.summary import finite
-from rayfcp.values import Imbalance, StepReport
+from rayfcp.values import EvalResult, Imbalance, StepReport
 
 
 def to_line(report: StepReport) -> str:
@@ -18,6 +18,8 @@ def to_line(report: StepReport) -> str:
     fields = dataclasses.asdict(report)
     fields["imbalance"] = report.imbalance.by_resource
     fields["degrees"] = {str(degree): count for degree, count in sorted(report.degrees.items())}
+    if not report.eval:
+        del fields["eval"]
     return json.dumps(finite(fields), allow_nan=False) + "\n"
 
 
@@ -33,6 +35,7 @@ def from_line(line: str) -> StepReport:
     try:
         fields["imbalance"] = Imbalance(**_numbers(fields["imbalance"]))
         fields["degrees"] = {int(degree): count for degree, count in fields["degrees"].items()}
+        fields["eval"] = {name: EvalResult(**_numbers(each)) for name, each in fields.get("eval", {}).items()}
         return StepReport(**_numbers(fields))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"line is not a step report: {error}") from error
@@ -56,6 +59,38 @@ def read_steps(path: str | Path) -> tuple[StepReport, ...]:
                 break
             raise ValueError(f"{file}: line {number} is broken: {error}; remove it") from error
     return tuple(reports)
+
+
+class HeldStep:
+    """The finished step whose state is being evaluated, in a file beside the log: its line is written with the results,
+    and until then a restarted controller knows from here that the step is done."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._path = Path(run_dir) / "evaluating.json"
+
+    def read(self) -> StepReport | None:
+        """Return the step, None without one."""
+        try:
+            return from_line(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, report: StepReport) -> None:
+        write_whole(self._path, to_line(report))
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def last_finished(run_dir: str | Path) -> int:
+    """Return the last step that is in the log or held, 0 without any.
+
+    Raises:
+        ValueError: as `read_steps`.
+    """
+    reports, held = read_steps(Path(run_dir) / "steps.jsonl"), HeldStep(run_dir).read()
+    last = reports[-1].step if reports else 0
+    return last + 1 if held is not None and held.step == last + 1 else last
 
 
 class StepLog:

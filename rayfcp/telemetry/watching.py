@@ -144,6 +144,9 @@ def describe_state(state: State) -> list[str]:
             "imbalance {}": (percent, last["compute"]),
         }
         parts += [text.format(form(value)) for text, (form, value) in shown.items() if value is not None]
+    if state["evaluations"]:
+        _, losses = state["evaluations"][-1]
+        parts[2:2] = [f"{name} loss {number(loss)}" for name, loss in losses.items() if loss is not None]
     devices = state["devices"]
     if state["eta_s"]:
         parts.append(f"{seconds(round(state['eta_s']))} to go")

@@ -1,6 +1,6 @@
 """The ranks of a cluster as numbers, and decisions on which devices a run uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -15,6 +15,7 @@ class ClusterSpec:
     possible, `split_layers`). Device (stage p, rank r, t of T tensor-parallel) is number (p x num_ranks + r) x T + t of
     the cluster; with several stages `node_of_rank` has an entry for each (stage, rank) in that order.
     `speed_of_rank[r]`: speed of rank r's slowest device relative to a usual one (empty: all are equally fast).
+    `forward_tokens_per_rank`: `max_tokens_per_rank` of passes that are not followed by a backward pass (0: the same).
     """
 
     num_ranks: int
@@ -25,6 +26,7 @@ class ClusterSpec:
     generation: int = 0
     layers_of_stage: tuple[int, ...] = ()
     speed_of_rank: tuple[float, ...] = ()
+    forward_tokens_per_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -41,6 +43,10 @@ class ClusterSpec:
                 raise ValueError(f"{name} has {given} entries, must have one for each of {count} {each}, or none")
         if not all(speed > 0 for speed in self.speed_of_rank):
             raise ValueError(f"speed_of_rank is {self.speed_of_rank}, each must be above 0; measure it again")
+
+    def forward_only(self) -> "ClusterSpec":
+        """Return the cluster as passes without a backward pass find it."""
+        return replace(self, max_tokens_per_rank=self.forward_tokens_per_rank or self.max_tokens_per_rank)
 
     @property
     def num_devices(self) -> int:

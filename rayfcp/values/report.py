@@ -1,7 +1,7 @@
 """Reports of committed steps (lines of `steps.jsonl`), and spans of time on a rank."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -24,6 +24,23 @@ class Imbalance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """A state on an evaluation set: mean loss in nats over `tokens` targets."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < MAX_LOSS else math.inf
+
+
+MAX_LOSS = 700.0
+"""Beyond, exp passes the largest float."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
@@ -32,7 +49,8 @@ class StepReport:
     earlier versions). `plan_wait_s`: seconds that the step waited for its plan. `mfu`: model FLOPs / (step_s x peak of
     the devices in use). `bubble`: share of rank time spent waiting for other ranks, their messages, gathers and
     reductions included (NaN on accelerators). `degrees`: groups per degree. `recovered`: the step ran again after a
-    failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen.
+    failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen. `eval`: the state
+    after the step on each evaluation set; empty, and absent in the line, if it was not evaluated.
     """
 
     step: int
@@ -59,6 +77,7 @@ class StepReport:
     samples_hash: str
     recovered: bool = False
     reason: str = ""
+    eval: dict[str, EvalResult] = field(default_factory=dict)
 
 
 class SpanKind(StrEnum):

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayfcp.telemetry.baseline import Baseline
+from rayfcp.telemetry.baseline import Baseline, Unrefitted
 from rayfcp.telemetry.events import Event, EventKind, append_event
 from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.report import write_report
@@ -85,6 +85,7 @@ class Sample:
             steps=steps,
             imbalances=tuple((rng.uniform(0.25, 0.35), rng.uniform(0.02, 0.05)) for _ in steps),
             step_s=tuple((rng.uniform(3.0, 4.0), rng.uniform(2.0, 2.2)) for _ in steps),
+            unrefitted=Unrefitted(regrouped=0.07, step_s=tuple(rng.uniform(2.1, 2.2) for _ in steps)),
         )
 
 

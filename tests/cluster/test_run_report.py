@@ -10,9 +10,11 @@ from rayfcp.cli import main
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.planning.baselines import NoBaselineError, baseline_of
 from rayfcp.config import Config, ConfigError
+from rayfcp.telemetry.baseline import refit_text
 from rayfcp.telemetry.events import EventKind, read_events
 from rayfcp.telemetry.loggers import interface as known
 from rayfcp.telemetry.rank_times import RankTimes
+from rayfcp.telemetry.summary import percent
 from rayfcp.telemetry.trace import read_trace
 from tests.cluster.runs import run_config, steps_of, write_texts
 
@@ -74,6 +76,32 @@ def test_the_command_adds_a_static_baseline(trained: Config, capsys: pytest.Capt
     assert len(found.imbalances) == len(found.step_s) == 3
     assert all(0 <= each < 1 for pair in found.imbalances for each in pair)
     assert all(0 < each < math.inf for pair in found.step_s for each in pair)
+    before = found.unrefitted
+    assert before is not None and 0 <= before.regrouped <= 1
+    assert len(before.step_s) == 3 and all(0 < each < math.inf for each in before.step_s)
+    assert f"{percent(before.regrouped)} of the tokens of 3 batches".replace(" %", "\u00a0%") in page
+
+
+def test_a_refit_is_judged_by_the_plans_it_changes(trained: Config, tmp_path: Path) -> None:
+    """A refitted model by which messages cost a thousand times as much: sequences leave the ranks they shared."""
+    folder = Path(trained.run_dir)
+    for name in ("config.yaml", "events.jsonl", "steps.jsonl"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    profile = json.loads((folder / "profile.json").read_text())
+    free = {name: 0.0 for name in profile["cost"] if name.startswith(("ring_", "ulysses_"))}
+    profile["cost"] |= free | {"fixed_s": 0.0}
+    for dearer, regrouped in ((profile["cost"], False), (profile["cost"] | {name: 1.0 for name in free}, True)):
+        (tmp_path / "profile.json").write_text(json.dumps(profile | {"refitted": dearer}))
+        found = baseline_of(tmp_path, num_steps=STEPS, log=lambda _: None)
+        assert found is not None and found.unrefitted is not None
+        own_s = [own for _, own in found.step_s]
+        if regrouped:
+            assert found.unrefitted.regrouped > 0 and sum(found.unrefitted.step_s) > sum(own_s)
+        else:
+            assert found.unrefitted.regrouped == 0 and list(found.unrefitted.step_s) == own_s
+    (tmp_path / "profile.json").write_text(json.dumps({**profile, "refitted": None}))
+    found = baseline_of(tmp_path, num_steps=1, log=lambda _: None)
+    assert found is not None and found.unrefitted is None and not refit_text(found)
 
 
 def test_a_baseline_of_other_data_is_refused(trained: Config, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
-    *("checkpoints.saving", "controller.following", "controller.stepping"),
+    *("checkpoints.saving", "controller.evaluating", "controller.following", "controller.stepping"),
     *("controller.training", "controller.loop", "planning.queue"),
     *("recovery.stores", "workers.calls", "workers.cluster_state", "workers.group", "workers.starting"),
 )

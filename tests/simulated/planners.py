@@ -23,6 +23,7 @@ class Program(NamedTuple):
     num_places: int
     plan_hash: str
     work: float
+    forward_only: bool = False
 
 
 class SimulatedPlanner:
@@ -37,26 +38,29 @@ class SimulatedPlanner:
 
     def warm_up(self, batch: GlobalBatch) -> None: ...
 
-    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any, search_moves: int) -> Deferred:
+    def plan(
+        self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any, search_moves: int, forward_only: bool = False
+    ) -> Deferred:
         result = Deferred()
         self._on_plan()
         delay_s = self._plan_s * self._actor.world.random.uniform(1 - self._spread, 1 + self._spread)
-        self._actor.world.at(
-            delay_s, lambda: result.settle(planned(batch, cluster, prepare_s=delay_s)), self._actor.process
-        )
+        found = planned(batch, cluster, prepare_s=delay_s, forward_only=forward_only)
+        self._actor.world.at(delay_s, lambda: result.settle(found), self._actor.process)
         return result
 
     def simulate_step(self, programs: Any, *, cluster: ClusterSpec, cost: Any) -> tuple[()]:
         return ()
 
 
-def planned(batch: GlobalBatch, cluster: ClusterSpec, *, prepare_s: float) -> tuple[Any, ...]:
+def planned(
+    batch: GlobalBatch, cluster: ClusterSpec, *, prepare_s: float, forward_only: bool = False
+) -> tuple[Any, ...]:
     """Programs and their record: the slower a rank, the less it has to do."""
     speeds = cluster.speed_of_rank or (1.0,) * cluster.num_ranks
     mean = sum(speeds) / len(speeds)
     work = tuple(each / mean for each in speeds) * cluster.num_stages
     places = cluster.num_stages * cluster.num_ranks
-    text = f"{batch.step} {batch.samples_hash} {cluster.generation} {places} {cluster.speed_of_rank}"
+    text = f"{batch.step} {batch.samples_hash} {cluster.generation} {places} {cluster.speed_of_rank} {forward_only}"
     plan_hash = f"{zlib.crc32(text.encode()):08x}"
     record = PlanRecord(
         step=batch.step,
@@ -84,6 +88,7 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec, *, prepare_s: float) -> tu
             num_places=places,
             plan_hash=plan_hash,
             work=work[place],
+            forward_only=forward_only,
         )
         for place in range(places)
     )

@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -27,14 +26,13 @@ from rayfcp.cluster.planning.measured import MeasuredCost
 from rayfcp.cluster.runtime import Role
 from rayfcp.config import Config
 from rayfcp.cost.fit import Fit
-from rayfcp.data import Sampler
 from rayfcp.elastic.facts import Cause
-from rayfcp.plan import model_profile
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.values import ModelProfile, Sample, StepReport
+from rayfcp.values import StepReport
 from tests.simulated import state as states
+from tests.simulated.data import GLOBAL_BATCH, MODEL, SAMPLER, Index, Library, evaluation_of
 from tests.simulated.disk import Disk
 from tests.simulated.faults import Injector
 from tests.simulated.planners import SimulatedPlanner
@@ -53,50 +51,11 @@ EVENTS = 60
 ELEMENTS = 67
 """Elements of the state; more than devices, and no multiple of their usual numbers."""
 
-NUM_SAMPLES, GLOBAL_BATCH = 50, 3
-
 MOST_VERSIONS = 7
 """Of which a node holds copies: the newest, those on their way, on another node, in a lease, left by a controller."""
 
 MEMORY = Path("/dev/shm")
 """Parent of runs' folders if it exists: files in memory need no disk."""
-
-
-class Index:
-    """Lengths without tokens: what control code needs of a `LengthIndex`."""
-
-    max_seqlen, long_sequences, num_tokens, fingerprint = 128, "cut", 128 * NUM_SAMPLES, "simulated"
-    counts: ClassVar[dict[str, int]] = {}
-    skipped: ClassVar[dict[str, int]] = {}
-    named_bad_rows = ()
-    has_images = False
-    lengths = np.full(NUM_SAMPLES, 128)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def samples(self, positions: Any) -> tuple[Sample, ...]:
-        return tuple(
-            Sample(id=int(each), shard=0, row=int(each), start=0, stop=128, num_targets=127) for each in positions
-        )
-
-
-class Library:
-    """The model library's configuration."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"model_type": "simulated"}
-
-
-class SamplesOnce(Sampler):
-    """Draws the samples of a step once for all runs."""
-
-    batch = cache(Sampler.batch)
-
-
-SAMPLER = SamplesOnce(Index(), seed=0, global_batch=GLOBAL_BATCH)
-
-MODEL: ModelProfile = model_profile("qwen3-1.7b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +86,11 @@ class SimulatedController:
 
     CONCURRENT = frozenset({"poll", "stop"})
 
-    def __init__(self, run: "SimulatedRun", actor: Actor, runtime: SimulatedRuntime, config: Config) -> None:
+    def __init__(
+        self, run: "SimulatedRun", actor: Actor, runtime: SimulatedRuntime, config: Config, eval_dirs: dict[str, str]
+    ) -> None:
         self._run, self._config = run, config
-        self.controller = Controller(config, "data", runtime=runtime)
+        self.controller = Controller(config, "data", runtime=runtime, eval_dirs=eval_dirs)
         run.controllers.append(self.controller)
         actor.process.when_dead.append(run.keep_folder)
 
@@ -179,6 +140,7 @@ class SimulatedRun:
         self.hooks = Hooks()
         self.config = _config(schedule, self.folder)
         self.samples_hash = states.SamplesHash(SAMPLER)
+        self.batches = evaluation_of(self.config)
         size = max(ELEMENTS, 2 * schedule.num_workers[1] + 3)
         self.reference = states.Reference(size, samples_hash_of=self.samples_hash, skipped=schedule.skipped)
         self.behavior = Behavior(
@@ -239,7 +201,8 @@ class SimulatedRun:
         while True:
             runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
             try:
-                return follow(self.config, "data", runtime=runtime, watcher=self.watcher)
+                dirs = {name: name for name in self.config.eval.sets}
+                return follow(self.config, "data", runtime=runtime, watcher=self.watcher, eval_dirs=dirs)
             except ProcessKilledError:
                 pause_s = self.world.random.choice([0.5, 5.0, 1.5 * self.config.elastic.orphan_s])
                 self.world.drive(lambda: False, self.world.now_s + pause_s)
@@ -307,6 +270,14 @@ class SimulatedRun:
             skipped = report.step in self.schedule.skipped
             if not (math.isnan(report.loss) if skipped else report.loss == self.reference.loss(report.step)):
                 self._violated(f"step {report.step} has loss {report.loss}, not {self.reference.loss(report.step)}")
+            self._check_evaluation(report)
+
+    def _check_evaluation(self, report: StepReport, *, must: bool = False) -> None:
+        """The state after the step is evaluated as that of the undisturbed run; `must`: if it is due, it is."""
+        due = self.config.eval.is_due(report.step, last_step=self.schedule.num_steps)
+        want = self.reference.evaluation(report.step, self.batches) if due and (report.eval or must) else {}
+        if report.eval != want:
+            self._violated(f"step {report.step} has evaluation {report.eval}, not {want}")
 
     def _check_use(self) -> None:
         """No more devices are reserved, and no more copies kept, than the run needs."""
@@ -427,6 +398,8 @@ class SimulatedRun:
                 self._violated(f"finished after step {last}, the log has {len(reports)}")
             if last and outcome.finished.checkpoint is None:
                 self._violated("finished without a checkpoint")
+            for report in reports if not (stopped or self._goes_on) else ():
+                self._check_evaluation(report, must=True)
             if last and not stopped and not (self.folder / f"checkpoints/step-{last:08d}/manifest.json").exists():
                 self._violated(f"the checkpoint of step {last} is not there: {outcome.finished.checkpoint}")
             return
@@ -499,8 +472,14 @@ class SimulatedRun:
             self.world.kill(actor.process, "fault, writing")
         raise ProcessKilledError
 
-    def _dataset(self, config: Config, *, data_dir: str) -> Dataset:
-        return Dataset(index=Index(), sampler=SAMPLER, library=Library(), model=MODEL)  # type: ignore[arg-type]
+    def _dataset(self, config: Config, *, data_dir: str, eval_dirs: dict[str, str]) -> Dataset:
+        return Dataset(
+            index=Index(),  # type: ignore[arg-type]
+            sampler=SAMPLER,
+            library=Library(),  # type: ignore[arg-type]
+            model=MODEL,
+            evaluation=self.batches if eval_dirs else None,
+        )
 
     def _makers(self) -> dict[Role, Any]:
         orphan_s = self.config.elastic.orphan_s
@@ -530,7 +509,9 @@ class SimulatedRun:
                 actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s, disk=self.disk
             ),
             Role.PLANNER: planner,
-            Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, args[0]),
+            Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(
+                self, actor, runtime, args[0], kwargs["eval_dirs"]
+            ),
         }
 
 

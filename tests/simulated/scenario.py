@@ -51,6 +51,7 @@ def ran(
                 "checkpoint": sections.get("checkpoint", {}),
                 "cluster": sections.get("cluster", {}),
                 "elastic": ELASTIC | sections.get("elastic", {}),
+                "eval": sections.get("eval", {}),
                 "plan": {"lookahead_steps": 2, "planner_actors": 2} | sections.get("plan", {}),
             },
             skipped=skipped,

@@ -163,6 +163,8 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
     if most >= 4:
         sections["cluster"] = rng.choice(LAYOUTS)
         least = max(least, 2) if sections["cluster"] else least
+    if evaluation := _evaluation(random.Random(f"evaluation {seed}")):
+        sections["eval"] = evaluation
     return Schedule(
         seed=seed,
         num_steps=num_steps,
@@ -175,6 +177,18 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
         plan_s=plan_s,
         push_s=push_s,
     )
+
+
+def _evaluation(rng: random.Random) -> dict[str, Any]:
+    """Mostly none; drawn apart, so that everything else of a schedule stays as it is."""
+    if rng.random() < 0.6:
+        return {}
+    names = rng.choice([("val",), ("val", "code")])
+    return {
+        "sets": {name: {"paths": ["none"]} for name in names},
+        "every_steps": rng.choice([None, 1, 1, 2, 3]),
+        "batches": rng.choice([1, 2, 5]),
+    }
 
 
 def _workers(rng: random.Random) -> int:

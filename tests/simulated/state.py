@@ -1,5 +1,6 @@
 """The tiny model of simulated runs: a vector of integers whose every update depends on the step and its samples."""
 
+import math
 import warnings
 import zlib
 from functools import lru_cache
@@ -9,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cluster.checkpoints.folder import read_manifest
+from rayfcp.data.evaluation import EvalBatches
+from rayfcp.values import EvalResult, GlobalBatch
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 Shard = npt.NDArray[np.uint64]
@@ -60,6 +63,11 @@ def header_of(state: StateId, *, number: int, num_devices: int, size: int, versi
     )
 
 
+def eval_losses(total: int, batch: GlobalBatch) -> tuple[float, ...]:
+    """The losses of a state on an evaluation batch, by sequence, from the sum of all shards' digests."""
+    return tuple(loss_of(total + sample.id) for sample in batch.samples)
+
+
 class Reference:
     """States of the undisturbed run, by version. `skipped`: steps that update nothing."""
 
@@ -78,6 +86,17 @@ class Reference:
 
     def loss(self, step: int) -> float:
         return loss_of(digest(self(step - 1)))
+
+    def evaluation(self, version: int, batches: EvalBatches) -> dict[str, EvalResult]:
+        """Of the state after `version` steps, on each set."""
+        total, losses, tokens = digest(self(version)), dict[str, list[float]](), dict[str, int]()
+        for number in range(1, len(batches) + 1):
+            batch, name = batches.batch(number), batches.set_of(number).name
+            losses.setdefault(name, []).extend(eval_losses(total, batch))
+            tokens[name] = tokens.get(name, 0) + batch.num_targets
+        return {
+            name: EvalResult(loss=math.fsum(each) / tokens[name], tokens=tokens[name]) for name, each in losses.items()
+        }
 
 
 class SamplesHash:

@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.steps import read_steps
-from tests.simulated.run import Library, Result
+from tests.simulated.data import Library
+from tests.simulated.run import Result
 from tests.simulated.scenario import ended_well, fault, of, ran
 from tests.simulated.schedule import Kind
 

@@ -12,6 +12,7 @@ from rayfcp.cluster.recovery.transfer import Peer
 from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
+    BatchLosses,
     Beat,
     CollectiveFailedError,
     DeviceFullError,
@@ -303,6 +304,8 @@ class SimulatedWorker:
     ) -> Deferred:
         program = programs[place]
         generation = self._checked(program, plan_hash)
+        if program.forward_only:
+            raise ValueError(f"a step runs a program without backward: {program}")
         assert self.shard is not None
         self._copies.drop(kept)
         self._behavior.on_step(batch.step)
@@ -343,6 +346,59 @@ class SimulatedWorker:
         self._later(reduce, usual_s)
         return result
 
+    def evaluate(
+        self,
+        programs: Sequence[Program],
+        batch: GlobalBatch,
+        *,
+        place: int,
+        plan_hash: str,
+        folder: str,
+        pixels: Sequence[Any] = (),
+    ) -> Deferred:
+        """Faults that wait for the step after this state may come about here."""
+        program, behavior = programs[place], self._behavior
+        generation = self._checked(program, plan_hash, step=self.version + 1)
+        if not program.forward_only:
+            raise ValueError(f"an evaluation runs a program with backward: {program}")
+        assert self.shard is not None and folder
+        self._step, self._done, self._waits = batch.step, 0, False
+        self._in_step, self._deadlocked = True, self._will_deadlock
+        result, began_s, number, next_step = self._begin(), self.world.now_s, self.number, self.version + 1
+        usual_s = 0.4 * program.work * behavior.step_s * behavior.slowness.get(self.id, 1.0)
+        if next_step in behavior.failing_steps and number == 0:
+            behavior.failing_steps.discard(next_step)
+            self._later(lambda: self._end(result, error=CollectiveFailedError("connection reset")), usual_s / 2)
+            generation.breaks()
+            return result
+        key = f"evaluation {batch.step} of {self.version}"
+
+        def add() -> None:
+            if result is not self._pending:
+                return
+            self._done, self._waits = 1, True
+            if next_step in behavior.stuck_steps and number == generation.num_devices - 1:
+                behavior.stuck_steps.discard(next_step)
+                return
+            assert self.shard is not None
+            generation.totals[key] = generation.totals.get(key, 0) + states.digest(self.shard)
+            generation.arrive(key, number, done)
+
+        def done(error: Exception | None) -> None:
+            if result is not self._pending:
+                return
+            self._waits = False
+            losses = BatchLosses(
+                number=number,
+                by_sequence=states.eval_losses(generation.totals[key], batch) if number == 0 else (),
+                num_targets=batch.num_targets,
+                seconds=self.world.now_s - began_s,
+            )
+            self._end(result, None if error is not None else losses, error)
+
+        self._later(add, usual_s)
+        return result
+
     # Faults.
 
     def deadlock(self) -> None:
@@ -353,8 +409,10 @@ class SimulatedWorker:
 
     # Within.
 
-    def _checked(self, program: Program, plan_hash: str) -> Generation:
-        """This device's generation, which the program must be made for."""
+    def _checked(self, program: Program, plan_hash: str, *, step: int | None = None) -> Generation:
+        """This device's generation, which the program must be made for. `step`: whose faults come, the program's if
+        None."""
+        step = program.step if step is None else step
         generation = self.generation
         if (
             program.plan_hash != plan_hash
@@ -362,10 +420,10 @@ class SimulatedWorker:
             or program.generation != generation.meeting.cluster.generation
         ):
             raise ValueError(f"the program is of another plan or generation: {program}, {plan_hash}")
-        if program.step in self._behavior.broken_steps and self.number == 0:
+        if step in self._behavior.broken_steps and self.number == 0:
             raise ZeroDivisionError("a bug in the model's code")
-        if program.step in self._behavior.short_steps and self.number == 0:
-            self._behavior.short_steps.discard(program.step)
+        if step in self._behavior.short_steps and self.number == 0:
+            self._behavior.short_steps.discard(step)
             raise DeviceFullError("out of memory in a step")
         return generation
 

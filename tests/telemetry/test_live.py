@@ -13,6 +13,7 @@ from rayfcp.telemetry.charts import COLUMNS
 from rayfcp.telemetry.live import (
     MAX_BARS,
     MAX_EVENTS,
+    MAX_POINTS,
     NARROWEST,
     DeviceTimes,
     History,
@@ -22,7 +23,7 @@ from rayfcp.telemetry.live import (
     live_page,
     timeline_json,
 )
-from rayfcp.values import Span, SpanKind, StepReport
+from rayfcp.values import EvalResult, Span, SpanKind, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports, spans
 
@@ -42,6 +43,7 @@ SCHEMA: dict[str, Any] = {
     "workers": list,
     "recoveries": list,
     "counts": dict,
+    "evaluations": list,
     "columns": list,
     "history": list,
     "picture": dict,
@@ -68,6 +70,17 @@ def test_a_run_that_has_only_begun() -> None:
     assert state["state"] == "starting" and state["history"] == [] and state["picture"]["panels"] == []
     assert state["run"] == 'quoted "name" </script>' and state["message"] == "line with \\ and </script>"
     assert state["devices"] == {"in_use": 0, "standing_by": 0, "wanted": 4}
+
+
+def test_evaluations_are_those_of_their_steps_and_bounded() -> None:
+    live = Live("demo", target_steps=9, wanted=1)
+    live.restore([report(1, eval={"val": EvalResult(loss=3.0, tokens=7)}), report(2)])
+    live.observe(report(3, eval={"val": EvalResult(loss=math.nan, tokens=7)}), goodput=0.5)
+    assert state_of(live)["evaluations"] == [[1, {"val": 3.0}], [3, {"val": None}]]
+    for step in range(4, 3 * MAX_POINTS):
+        live.observe(report(step, eval={"val": EvalResult(loss=step / 8, tokens=7)}), goodput=0.5)
+    steps = [step for step, _ in state_of(live)["evaluations"]]
+    assert len(steps) <= MAX_POINTS and steps == sorted(steps) and steps[-1] == 3 * MAX_POINTS - 1
 
 
 @examples(40)

@@ -14,7 +14,7 @@ from rayfcp.config import ConfigError
 from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.names import METRICS, PREFIX, MetricKind
-from rayfcp.values import StepReport
+from rayfcp.values import EvalResult, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 from tests.telemetry.scraping import Samples, scrape
@@ -28,7 +28,7 @@ lost_steps_total resizes_total snapshot_seconds worker_speed_ratio step target_s
 predicted_seconds num_microbatches strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by
 devices_wanted checkpoints_total checkpoint_step straggler_threshold_ratio skipped_updates_total
 failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour planners
-lookahead_steps planning_load_ratio"""
+lookahead_steps planning_load_ratio eval_loss eval_perplexity eval_seconds"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -63,7 +63,8 @@ def test_values_of_steps(exporter: MetricsExporter) -> None:
 
 
 def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) -> None:
-    exporter.observe_step(report(1), goodput=0.9)
+    exporter.observe_step(report(1, eval={"val": EvalResult(loss=math.log(3.0), tokens=9)}), goodput=0.9)
+    exporter.set("eval_seconds", 0.5)
     exporter.set("process_groups", 4)
     exporter.set("process_group_seconds", 0.5)
     work(exporter, 0)
@@ -85,6 +86,8 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     assert {name.removesuffix("_bucket") for name in CONTRACT.split()} == {metric.name for metric in METRICS}
     assert all(("run", "demo") in labels for _, labels in samples)
     assert value(samples, "sequences_skipped_total", reason="empty") == 3
+    assert value(samples, "eval_loss", set="val") == pytest.approx(math.log(3.0))
+    assert value(samples, "eval_perplexity", set="val") == pytest.approx(3.0)
     assert value(samples, "recoveries_total", cause="died") == 1 and value(samples, "recovery_seconds") == 0.5
     assert value(samples, "process_group_seconds") == 0.5 and value(samples, "checkpoint_seconds") == 0.25
 

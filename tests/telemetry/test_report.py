@@ -17,7 +17,7 @@ from rayfcp.telemetry.page import asset
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog
 from rayfcp.telemetry.trace import write_trace
-from rayfcp.values import ClusterSpec, Span, SpanKind, StepReport
+from rayfcp.values import ClusterSpec, EvalResult, Span, SpanKind, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
@@ -153,6 +153,21 @@ def fresh(folder: Path) -> Path:
     """An empty folder for another run."""
     (folder / "other").mkdir()
     return folder / "other"
+
+
+def test_each_evaluation_set_has_a_chart_and_its_time_is_no_training(tmp_path: Path) -> None:
+    append_event(tmp_path / "events.jsonl", START)
+    at_s = START.at_s + 6.0
+    told = Event(kind=EventKind.EVALUATION, step=2, at_s=at_s, devices=4, seconds=2.5, reason="val loss 3")
+    append_event(tmp_path / "events.jsonl", told)
+    append_event(tmp_path / "events.jsonl", Event(kind=EventKind.END, step=2, at_s=at_s + 1, devices=4))
+    sets = {"val": EvalResult(loss=3.0, tokens=1234), "code": EvalResult(loss=2.0, tokens=8)}
+    page = page_of([report(1), report(2, eval=sets)], tmp_path)
+    charts = {each["title"]: each for each in charts_of(page) if each["title"].startswith("Evaluation loss")}
+    assert list(charts) == ["Evaluation loss: val", "Evaluation loss: code"]
+    assert charts["Evaluation loss: val"]["series"][0]["values"] == [3.0] and charts["Evaluation loss: val"]["x"] == [2]
+    assert "perplexity 20.09 after step 2, over 1,234 tokens" in charts["Evaluation loss: val"]["note"]
+    assert "2.5 s evaluating" in page.replace("\u00a0", " ")
 
 
 def test_long_runs_and_missing_values(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.telemetry.steps import StepLog, from_line, read_steps, to_line
-from rayfcp.values import StepReport
+from rayfcp.telemetry.steps import HeldStep, StepLog, from_line, last_finished, read_steps, to_line
+from rayfcp.values import EvalResult, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
@@ -27,6 +27,30 @@ def test_a_line_has_the_contracts_keys() -> None:
     assert fields["degrees"] == {"1": 3, "4": 1}
     assert list(fields["imbalance"]) == ["compute", "attention", "memory", "communication"]
     assert fields["recovered"] is False
+
+
+def test_evaluations_stand_in_the_lines_of_their_steps() -> None:
+    evaluated = report(3, eval={"val": EvalResult(loss=2.5, tokens=100), "b": EvalResult(loss=math.nan, tokens=0)})
+    fields = json.loads(to_line(evaluated))
+    assert fields["eval"] == {"val": {"loss": 2.5, "tokens": 100}, "b": {"loss": None, "tokens": 0}}
+    again = from_line(to_line(evaluated))
+    assert again.eval["val"] == evaluated.eval["val"] and math.isnan(again.eval["b"].loss)
+    with pytest.raises(ValueError, match="not a step report"):
+        from_line(json.dumps(fields | {"eval": {"val": {"los": 3}}}))
+
+
+def test_a_held_step_is_finished_if_it_comes_next(tmp_path: Path) -> None:
+    held = HeldStep(tmp_path)
+    assert held.read() is None and last_finished(tmp_path) == 0
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        log.append(report(1))
+    for step, last in ((1, 1), (2, 2), (3, 1)):
+        held.write(report(step))
+        assert held.read() == report(step) and last_finished(tmp_path) == last
+    (tmp_path / "evaluating.json").write_text('{"step": 2')
+    assert held.read() is None and last_finished(tmp_path) == 1
+    held.clear()
+    held.clear()
 
 
 def test_a_loss_that_is_no_number_stays_json() -> None:

@@ -11,7 +11,8 @@ from rayfcp.cli import main
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.serving import SD_FILE
-from rayfcp.telemetry.watching import RunPage, watch
+from rayfcp.telemetry.watching import RunPage, describe_state, watch
+from rayfcp.values import EvalResult
 from tests.telemetry.samples import report
 
 
@@ -33,6 +34,13 @@ class Lines(io.StringIO):
         for start in [each for each in self._then if text.startswith(each)]:
             self._then.pop(start)()
         return super().write(text)
+
+
+def test_losses_of_evaluations_follow_the_loss(exporter: MetricsExporter) -> None:
+    exporter.observe_step(report(7, eval={"val": EvalResult(loss=2.25, tokens=9)}), goodput=0.5)
+    exporter.observe_step(report(8), goodput=0.5)
+    parts = describe_state(RunPage(exporter._run_dir).ask())
+    assert parts[:4] == ["training", "loss 5.5", "val loss 2.25", "500 tok/s"]
 
 
 def test_a_run_is_followed_to_its_end(exporter: MetricsExporter, tmp_path: Path) -> None:

@@ -246,18 +246,23 @@ class Saver:
     def after_step(self, step: int) -> None:
         """Commit a checkpoint that is on disk; begin a write if one is due, for which `wants` was asked before."""
         pending = self._pending
-        if pending is not None:
-            if pending.writes is None:  # copies are complete before the next update
-                self._write(pending)
-            self._collect(pending)
-            if pending.commit is not None and pending.commit.done():
-                self._limit_failures(self._conclude(pending))
+        if pending is not None and pending.writes is None:  # copies are complete before the next update
+            self._write(pending)
+        self.look()
         if self._is_due(step) and pending is not None:
             self._log(f"checkpoint of step {pending.step} is still being written; that of step {step} is skipped")
         elif self._is_due(step):
             pending = self._begin(step)
             if self._replication.states.here == pending.state:
                 self._write(pending)
+
+    def look(self) -> None:
+        """Commit a checkpoint that is on disk, if one is being written."""
+        pending = self._pending
+        if pending is not None and pending.writes is not None:
+            self._collect(pending)
+            if pending.commit is not None and pending.commit.done():
+                self._limit_failures(self._conclude(pending))
 
     def save_now(self, step: int) -> None:
         """Begin to write the state after `step` steps, which devices hold, unless a write is under way."""

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -31,8 +31,15 @@ class Watcher(Protocol):
         """Show a committed step."""
 
 
-def follow(config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
-    """Run to the end; return the outcome and the reports of all steps.
+def follow(
+    config: Config,
+    data_dir: str,
+    *,
+    runtime: Runtime,
+    watcher: Watcher,
+    eval_dirs: Mapping[str, str] | None = None,
+) -> tuple[Outcome, list[StepReport]]:
+    """Run to the end; return the outcome and the reports of all steps. `eval_dirs`: prepared evaluation sets by name.
 
     A controller whose process is lost is started again, up to `elastic.controller_restarts` times, and continues with
     the workers that are alive. Nothing is left behind, however the run ends.
@@ -40,7 +47,7 @@ def follow(config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher)
     Raises:
         CapacityError: there is no CPU for the controller.
     """
-    follower = _Follower(config, data_dir, runtime=runtime, watcher=watcher)
+    follower = _Follower(config, data_dir, runtime=runtime, watcher=watcher, eval_dirs=eval_dirs or {})
     try:
         return follower.run(), follower.reports
     finally:
@@ -50,7 +57,16 @@ def follow(config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher)
 
 
 class _Follower:
-    def __init__(self, config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data_dir: str,
+        *,
+        runtime: Runtime,
+        watcher: Watcher,
+        eval_dirs: Mapping[str, str],
+    ) -> None:
+        self._eval_dirs = eval_dirs
         self._config, self._data_dir, self._runtime, self._watcher = config, data_dir, runtime, watcher
         self.reports: list[StepReport] = []
         self._stop_requested = False
@@ -71,7 +87,9 @@ class _Follower:
 
     def _start(self) -> None:
         spec = ActorSpec(role=Role.CONTROLLER)
-        self._controller = self._runtime.start(spec, self._config, self._data_dir, runtime=self._runtime)
+        self._controller = self._runtime.start(
+            spec, self._config, self._data_dir, runtime=self._runtime, eval_dirs=self._eval_dirs
+        )
         timeout_s = max(self._config.elastic.start_timeout_s, CONTROLLER_START_S)
         if not self._runtime.wait([self._controller.poll.remote(messages=0, reports=0)], timeout_s=timeout_s):
             raise CapacityError(

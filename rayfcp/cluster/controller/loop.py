@@ -67,6 +67,7 @@ class TrainingLoop:
         """Train to the last step, or until stopped, and save. Forming the first generation and measuring it may be
         interrupted by losses like any step."""
         version, formed, measured = self._initial.version, False, False
+        self._stepper.go_on_evaluating()
         while True:
             try:
                 if not formed:
@@ -75,16 +76,21 @@ class TrainingLoop:
                 if not measured:
                     self._measure(version)
                     measured = True
-                while version < self._config.train.steps and not self._stopping.is_set():
+                while self._goes_on(version):
                     version = self.at_boundary(version=version)
-                    self._stepper.run(version + 1)
-                    version += 1
+                    version = self._stepper.advance(version)
                 return self._finish(version)
             except RanksLostError as error:
                 try:
-                    version = self._after_loss(error, step=version + 1)
+                    under_way = version if self._stepper.is_evaluating(version) else version + 1
+                    version = self._after_loss(error, step=under_way)
                 except StoppedError:
                     return finished(self._saver.saved_step, self._saver.saved)
+
+    def _goes_on(self, version: int) -> bool:
+        """True if there is a step or an evaluation to run after `version` steps."""
+        left = version < self._config.train.steps or self._stepper.is_evaluating(version)
+        return left and not self._stopping.is_set()
 
     def _begin(self) -> None:
         """Form the first generation, which is not planned for yet."""
@@ -107,6 +113,8 @@ class TrainingLoop:
 
     def _finish(self, version: int) -> Finished:
         stepper, journal = self._stepper, self._journal
+        if stepper.evaluator is not None:
+            stepper.evaluator.stop()
         journal.metrics.enter(RunState.SAVING)
         cost = stepper.refit.cost
         if stepper.refit.num_steps and not stepper.recomputes_more:

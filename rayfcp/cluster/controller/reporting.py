@@ -20,7 +20,7 @@ from rayfcp.telemetry.loggers.interface import Loggers, RunInfo, flat
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.report import write_report
-from rayfcp.telemetry.steps import StepLog, read_steps
+from rayfcp.telemetry.steps import HeldStep, StepLog, read_steps
 from rayfcp.telemetry.trace import FILE, TracedStep, write_steps
 from rayfcp.values import ClusterSpec, Span, SpanKind, StepReport
 
@@ -53,10 +53,20 @@ class Recorder:
         self._num_devices = event.devices
         append_event(self._run_dir / events.FILE, event)
 
-    def note(self, kind: EventKind, *, step: int, devices: int, text: str) -> None:
+    def note(self, kind: EventKind, *, step: int, devices: int, text: str, seconds: float = 0.0) -> None:
         """Add an event that changes no devices."""
         at_s = self._runtime.epoch_s()
-        self.add_event(Event(kind=kind, step=step, at_s=at_s, devices=devices, devices_before=devices, reason=text))
+        self.add_event(
+            Event(
+                kind=kind,
+                step=step,
+                at_s=at_s,
+                devices=devices,
+                devices_before=devices,
+                seconds=seconds,
+                reason=text,
+            )
+        )
 
     def add_step(self, planned: PlannedStep, devices: Sequence[DeviceReport], *, cluster: ClusterSpec) -> None:
         """Record a finished step; one that ran again replaces the first try. Where hosts do not wait for devices, busy
@@ -148,6 +158,12 @@ class Journal:
             run_dir, runtime=runtime, trace_steps=config.metrics.trace_steps, resume_step=resume_step
         )
         self._step_log = StepLog(step_log, resume_step=resume_step)
+        self._held = HeldStep(run_dir)
+        held = self._held.read()
+        self.held = held if held is not None and self._step_log.last_step < held.step == resume_step else None
+        """The step that the run goes on from, if its state was being evaluated and it is not in the log yet."""
+        if held is not None and self.held is None:
+            self._held.clear()
         keys = flat(config.model_dump(mode="json"))
         about = RunInfo(name=config.run.name, run_dir=run_dir, config=keys, resume_step=resume_step)
         self._loggers = Loggers(config.metrics.loggers, about, log=log)
@@ -158,6 +174,15 @@ class Journal:
     def last_step(self) -> int:
         """Last step in the step log."""
         return self._step_log.last_step
+
+    def hold(self, report: StepReport) -> None:
+        """Note that a step is finished which will be committed after an evaluation of its state. A full disk does not
+        stop the training."""
+        self.held = report
+        try:
+            self._held.write(report)
+        except OSError as error:
+            logger.warning("step %d, to be evaluated, is not noted: %s", report.step, error.strerror)
 
     def commit(self, report: StepReport, ranks: Sequence[DeviceReport], *, groups: TimedGroups = ()) -> bool:
         """Write a finished step to log, metrics and loggers; False if the log has it already, as after a recovery.
@@ -185,6 +210,9 @@ class Journal:
             self._step_log.append(report)
         except OSError as error:
             logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
+        if self.held is not None and self.held.step <= report.step:
+            self.held = None
+            self._held.clear()
         self._loggers.put(report)
         self._productive_s += report.step_s
         goodput = min(1.0, self._productive_s / (self._runtime.now_s() - self._began_s))
@@ -202,6 +230,9 @@ class Journal:
         report."""
         self.metrics.close()
         try:
+            if self.held is not None:
+                self._step_log.append(self.held)
+                self._held.clear()
             self._step_log.close()
         except OSError:
             logger.exception("the last steps of %s are not in its log", self._run_dir)

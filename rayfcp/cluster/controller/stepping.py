@@ -4,11 +4,12 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rayfcp.cluster.checkpoints.saving import Saver
-from rayfcp.cluster.controller.observing import observations, rank_seconds
+from rayfcp.cluster.controller.observing import TimedGroups, observations, rank_seconds
 from rayfcp.cluster.controller.reporting import Journal, step_report
 from rayfcp.cluster.planning.measured import ranks_per_node
 from rayfcp.cluster.planning.out_of_memory import LESS_MEMORY, more_recomputation
@@ -24,7 +25,10 @@ from rayfcp.execute.reports import DeviceFullError, DeviceReport, Joined
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
+from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch, StepReport
+
+if TYPE_CHECKING:
+    from rayfcp.cluster.controller.evaluating import Evaluator
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +58,9 @@ class Stepper:
         version: int,
         log: Callable[[str], None],
         on_report: Callable[[StepReport], None],
+        evaluator: "Evaluator | None" = None,
     ) -> None:
+        self.evaluator = evaluator
         self._config, self.cluster_state, self.plans, self._on_report = config, cluster_state, plans, on_report
         self._runtime = cluster_state.worker_group.runtime
         self.journal, self.saver, self._guard = journal, saver, guard
@@ -98,6 +104,42 @@ class Stepper:
         self._finished = None
         self.replication.begin(version=version)
 
+    def is_evaluating(self, version: int) -> bool:
+        """True if the state after `version` steps is being evaluated."""
+        return self.evaluator is not None and self.evaluator.is_at(version)
+
+    def go_on_evaluating(self) -> None:
+        """Evaluate the state that this controller begins with, if the one before it was about to."""
+        held = self.journal.held
+        if held is not None and self.evaluator is not None:
+            self._evaluate_then(held, lambda report: self._report(report, []))
+
+    def advance(self, version: int) -> int:
+        """Evaluate one batch, or run one step; return the number of steps in the state.
+
+        Raises:
+            RanksLostError: the batch or step did not finish on all devices.
+        """
+        if not self.is_evaluating(version):
+            self.run(version + 1)
+            return version + 1
+        assert self.evaluator is not None
+        cluster = self._with_speeds(self.cluster_state.cluster, self.cluster_state.ids)
+        self.evaluator.run_batch(cluster, cost=self.refit.cost, times=self._times, elastic=self._config.elastic)
+        self.saver.look()
+        return version
+
+    def _evaluate_then(self, report: StepReport, commit: Callable[[StepReport], None]) -> None:
+        """Evaluate the state after a step, and commit it with the results."""
+        assert self.evaluator is not None
+
+        def done(results: Mapping[str, EvalResult]) -> None:
+            commit(dataclasses.replace(report, eval=dict(results)))
+            self.journal.metrics.keep_ranks(len(self.cluster_state.ids))  # which may be others than in the step
+
+        self.journal.hold(report)
+        self.evaluator.begin(report.step, done=done)
+
     def run(self, step: int) -> None:
         """Run one step on all devices, from its plan to their reports.
 
@@ -112,6 +154,10 @@ class Stepper:
         refs = self._dispatch(planned, step)
         self.plans.refill()
         self._learn()
+        will_evaluate = self._is_due(step)
+        if will_evaluate and self.evaluator is not None:
+            cluster = self._with_speeds(self.cluster_state.cluster, self.cluster_state.ids)
+            self.evaluator.plan_ahead(cluster, cost=self.refit.cost)
         deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
         devices = worker_group.get(refs, deadline_s=deadline_s, leave_s=self._times.leave_s(self._config.elastic))
         step_s = self._runtime.now_s() - start_s
@@ -132,7 +178,10 @@ class Stepper:
         self._guard.check(planned.batch, devices[0], metrics=self.journal.metrics)
         # Before the next one, after which copies of this step's state may be dropped: a restarted controller cannot
         # resume from a state whose step is not in the log.
-        self._commit(planned, devices, report)
+        if will_evaluate:
+            self._evaluate_then(report, lambda evaluated: self._commit(planned, devices, evaluated))
+        elif not self.is_evaluating(step):  # as it is while a state that was lost in between is made again
+            self._commit(planned, devices, report)
         self.replication.after_step(devices, step_s=step_s)
         copied_s = max(each.snapshot_s for each in devices)
         self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
@@ -140,15 +189,27 @@ class Stepper:
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 
+    def _is_due(self, step: int) -> bool:
+        """True if an evaluation begins after `step`, which was not finished before."""
+        due = self._config.eval.is_due(step, last_step=self._config.train.steps)
+        return due and step > self.journal.last_step and not self.is_evaluating(step)
+
     def _commit(self, planned: PlannedStep, devices: list[DeviceReport], report: StepReport) -> None:
         """Write down a finished step."""
         self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
-        if self.journal.commit(report, devices, groups=planned.record.groups):
+        self._report(report, devices, groups=planned.record.groups)
+
+    def _report(self, report: StepReport, devices: list[DeviceReport], *, groups: TimedGroups = ()) -> None:
+        if self.journal.commit(report, devices, groups=groups):
             self._on_report(report)
 
     def recompute_more(self, problem: DeviceFullError) -> bool:
         """Plan from now on with more recomputation, since a device ran out of memory; False if that was done before, or
-        if there is no copy of the state to go on from."""
+        if there is no copy of the state to go on from. What ran out of memory in evaluation gets fewer tokens."""
+        in_evaluation = self.evaluator is not None and self.evaluator.is_at(self.last_finished)
+        if in_evaluation and self.replication.is_on and self.evaluator is not None and self.evaluator.need_less():
+            self._log(f"{problem}; trying once to go on by itself, with as few tokens in evaluation as in training")
+            return True
         cost = more_recomputation(
             self.refit.cost,
             self._config,

@@ -2,10 +2,12 @@
 
 import logging
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.controller.loop import InitialGeneration, StoppedError, TrainingLoop, finished
@@ -33,9 +35,13 @@ from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.files import write_whole
-from rayfcp.telemetry.steps import read_steps
+from rayfcp.telemetry.steps import last_finished
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, StepReport
 from rayfcp.values.devices import DEVICES
+
+if TYPE_CHECKING:
+    from rayfcp.cluster.controller.evaluating import Evaluator
+    from rayfcp.data.evaluation import EvalBatches
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +62,11 @@ class Controller:
     `messages` are log lines, `reports` those of committed steps; `journal` is open from when workers were found.
     """
 
-    def __init__(self, config: Config, data_dir: str, *, runtime: Runtime) -> None:
+    def __init__(
+        self, config: Config, data_dir: str, *, runtime: Runtime, eval_dirs: Mapping[str, str] | None = None
+    ) -> None:
         self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, runtime.flag()
+        self._eval_dirs = dict(eval_dirs or {})
         self._run_dir = Path(config.run_dir)
         self._began_s = runtime.now_s()
         self.messages: list[str] = []
@@ -113,8 +122,10 @@ class Controller:
 
         config = self._config
         self._announce("reading lengths")
-        data = open_dataset(config, data_dir=self._data_dir)
+        data = open_dataset(config, data_dir=self._data_dir, eval_dirs=self._eval_dirs)
         self._announce(str(data.index))
+        for each in data.evaluation.sets if data.evaluation else ():
+            self._announce(f"evaluation set {each.name}: {each.index}")
         bound = configured_bound(config, data.model)
         if bound is not None:
             num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
@@ -145,10 +156,23 @@ class Controller:
         cleanup.callback(decoders.end)
         plans = PlanQueue(planners, data.sampler, bounds=config.plan.lookahead_bounds, decoders=decoders)
         self._announce_devices(cluster_state, initial)
+        evaluator = self._evaluator(cluster_state, planners, batches=data.evaluation, journal=journal)
         costs = StartCosts(
             config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
         )
-        return self._training(cluster_state, initial, resume=resume, journal=journal, plans=plans, costs=costs)
+        return self._training(
+            cluster_state, initial, resume=resume, journal=journal, plans=plans, costs=costs, evaluator=evaluator
+        )
+
+    def _evaluator(
+        self, state: ClusterState, planners: Planners, *, batches: "EvalBatches | None", journal: Journal
+    ) -> "Evaluator | None":
+        if batches is None:
+            return None
+        from rayfcp.cluster.controller.evaluating import Evaluator
+
+        plans = PlanQueue(planners, batches, bounds=self._config.plan.lookahead_bounds, forward_only=True)
+        return Evaluator(state, plans=plans, batches=batches, journal=journal, log=self._log)
 
     def _training(
         self,
@@ -159,6 +183,7 @@ class Controller:
         journal: Journal,
         plans: PlanQueue,
         costs: StartCosts,
+        evaluator: "Evaluator | None",
     ) -> TrainingLoop:
         config, metrics, log = self._config, journal.metrics, self._log
         tell = partial(self._on_intervals, state)
@@ -176,6 +201,7 @@ class Controller:
             version=initial.version,
             log=log,
             on_report=self.reports.append,
+            evaluator=evaluator,
         )
         return TrainingLoop(
             config,
@@ -277,8 +303,7 @@ class Controller:
         """Devices to start with, and the state in memory if it is newer than the newest checkpoint, which has been
         verified otherwise."""
         while True:
-            reports = read_steps(self._run_dir / "steps.jsonl")
-            found = cluster_state.newest_state(up_to=reports[-1].step if reports else 0)
+            found = cluster_state.newest_state(up_to=last_finished(self._run_dir))
             is_newer = found.state is not None and found.state.version > resume.step
             decision = cluster_state.await_devices(None, stopping=self._stopping)
             if decision.what is Move.GIVE_UP:
@@ -322,5 +347,5 @@ class Controller:
 def _check_longest(config: Config, data: Dataset, cluster: ClusterSpec) -> None:
     """Refuse sequences that fit no rank group; strategies that slice sequences over microbatches fit any length."""
     if not slices(strategy_on(config, cluster.num_stages), num_stages=cluster.num_stages):
-        longest = SequenceSpec(id=0, num_tokens=int(data.index.lengths.max()), num_targets=0)
+        longest = SequenceSpec(id=0, num_tokens=data.longest_tokens, num_targets=0)
         check_longest([longest], cluster=cluster)

@@ -1,19 +1,26 @@
-"""`rayfcp report`: a run's batches planned statically, with the costs that the run measured."""
+"""`rayfcp report`: a run's batches planned again with the costs that the run measured: statically, and as they were
+before steps refitted the cost model."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.measured import read_cost
+from rayfcp.cluster.planning.measured import read_cost, read_measured_cost
 from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import load_config
 from rayfcp.plan import CostModel
-from rayfcp.telemetry.baseline import Baseline, Pair
+from rayfcp.plan.layout import Blocks, placements_of
+from rayfcp.telemetry.baseline import Baseline, Unrefitted
 from rayfcp.telemetry.events import Event, read_events
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
+from rayfcp.values.arrays import Ints
 
 STATIC = "static-cp"
 
@@ -26,7 +33,8 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
     """Plan and simulate up to `num_steps` of the run's batches, evenly spread, by `static-cp` and by the run's own
     strategy, on the ranks of that step. None if `num_steps` is 0.
 
-    Both use the final cost model of the run, on devices of equal speed. Batches are drawn again and verified by hash.
+    Both use the final cost model of the run, on devices of equal speed; the run's own strategy plans with the one from
+    before refitting, too. Batches are drawn again and verified by hash.
 
     Raises:
         NoBaselineError: a file is missing or outdated, or the data is no longer that of the run.
@@ -42,7 +50,7 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
     config = load_config(folder / "config.yaml")
     data = open_dataset(config, data_dir=prepared_data(config, log=lambda _: None))
     try:
-        cost = read_cost(folder / "profile.json")
+        cost, measured = read_cost(folder / "profile.json"), read_measured_cost(folder / "profile.json")
     except ValueError as error:
         raise NoBaselineError(f"{folder}/profile.json is of another version: {error}") from error
     device = str(json.loads((folder / "profile.json").read_text())["about"]["device"])
@@ -56,29 +64,61 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
                 f"step {report.step} of {folder} was trained on other samples than data.paths holds now; keep the data"
             )
         sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
-        cluster = _cluster_at(report.step, events)
-        found.append(_both(planner, sequences, cluster=cluster, cost=cost))
-    imbalances, step_s = zip(*found, strict=True)
+        planned = functools.partial(
+            _planned, planner, sequences, cluster=_cluster_at(report.step, events), simulated_by=cost
+        )
+        found.append((planned(cost=cost, strategy=STATIC), planned(cost=cost), planned(cost=measured or cost)))
     return Baseline(
         static=STATIC,
         own=config.plan.strategy,
         steps=tuple(report.step for report in steps),
-        imbalances=imbalances,
-        step_s=step_s,
+        imbalances=tuple((static.imbalance, own.imbalance) for static, own, _ in found),
+        step_s=tuple((static.step_s, own.step_s) for static, own, _ in found),
+        unrefitted=_unrefitted([(before, own) for _, own, before in found]) if measured is not None else None,
     )
 
 
-def _both(
-    planner: RunPlanner, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
-) -> tuple[Pair, Pair]:
-    """Plan and simulate one batch by both strategies; return imbalances of compute and seconds."""
-    timelines = []
-    for strategy in (STATIC, None):
-        plan, programs = planner.plan(sequences, cluster=cluster, cost=cost, strategy=strategy)
-        programs = programs or planner.lower(plan, sequences, cluster=cluster)
-        timelines.append(planner.simulate(programs, cluster=cluster, cost=cost))
-    static, own = timelines
-    return (static.imbalance.compute, own.imbalance.compute), (static.iteration_s, own.iteration_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A batch planned and simulated: imbalance of compute, seconds, and of each sequence its tokens and the number of
+    ranks that hold them."""
+
+    imbalance: float
+    step_s: float
+    tokens: Ints
+    degrees: Ints
+
+
+def _planned(
+    planner: RunPlanner,
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    simulated_by: CostModel,
+    strategy: str | None = None,
+) -> _Planned:
+    plan, programs = planner.plan(sequences, cluster=cluster, cost=cost, strategy=strategy)
+    placements = placements_of(plan, sequences)
+    programs = programs or planner.lower(plan, sequences, cluster=cluster, placements=placements)
+    timeline = planner.simulate(programs, cluster=cluster, cost=simulated_by)
+    blocks = Blocks.joined([each.own for each in placements])
+    held = np.unique(np.stack([blocks.sequence, blocks.rank]), axis=1)[0]
+    return _Planned(
+        imbalance=timeline.imbalance.compute,
+        step_s=timeline.iteration_s,
+        tokens=np.array([each.num_tokens for each in sequences]),
+        degrees=np.bincount(held, minlength=len(sequences)),
+    )
+
+
+def _unrefitted(pairs: Sequence[tuple[_Planned, _Planned]]) -> Unrefitted:
+    """Return how batches planned with the measured cost model differ from those planned with the refitted one."""
+    moved = sum(int(before.tokens[before.degrees != own.degrees].sum()) for before, own in pairs)
+    return Unrefitted(
+        regrouped=moved / sum(int(before.tokens.sum()) for before, _ in pairs),
+        step_s=tuple(before.step_s for before, _ in pairs),
+    )
 
 
 def _spread(reports: Sequence[StepReport], num_steps: int) -> list[StepReport]:

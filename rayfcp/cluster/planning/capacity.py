@@ -9,7 +9,7 @@ from rayfcp.cluster.planning.measured import BYTES
 from rayfcp.cluster.workers.facts import DeviceFacts, layers_of_stage, strategy_on, with_stages
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_state_bytes
+from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, forward_tokens_per_rank, layer_bytes, stage_state_bytes
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.strategies.registry import slices
@@ -33,10 +33,13 @@ def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceF
     num_ranks = len(facts) // (cluster.pipeline_stages * cluster.tensor_parallel)
     used = facts[: num_ranks * cluster.pipeline_stages * cluster.tensor_parallel]
     nodes = list(dict.fromkeys(fact.node_id for fact in used))
+    memory_bytes = device_memory(config, used)
+    max_tokens = tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=memory_bytes)
     return ClusterSpec(
         num_ranks=num_ranks,
-        max_tokens_per_rank=tokens_that_fit(
-            config, model, num_ranks=num_ranks, memory_bytes=device_memory(config, used)
+        max_tokens_per_rank=max_tokens,
+        forward_tokens_per_rank=_forward_tokens(
+            config, model, num_ranks=num_ranks, memory_bytes=memory_bytes, least=max_tokens
         ),
         node_of_rank=tuple(nodes.index(fact.node_id) for fact in used[:: cluster.tensor_parallel]),
         num_stages=cluster.pipeline_stages,
@@ -44,6 +47,21 @@ def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceF
         generation=generation,
         layers_of_stage=layers_of_stage(config, model),
     )
+
+
+def _forward_tokens(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int, least: int) -> int:
+    """Token budget of evaluation, at least that of training; 0, for the same, where stages bound the chunks of plans,
+    where images need memory that no budget of tokens counts, and without evaluation."""
+    if not config.eval.sets or config.cluster.pipeline_stages > 1 or model.vision is not None:
+        return 0
+    found = forward_tokens_per_rank(
+        device_model(model, config.cluster.tensor_parallel),
+        num_devices=num_ranks,
+        memory_bytes=memory_bytes,
+        bytes_per_element=BYTES[config.model.dtype],
+        gather_every=config.train.gather_every,
+    )
+    return max(found, least)
 
 
 def configured_bound(config: Config, model: ModelProfile) -> int | None:

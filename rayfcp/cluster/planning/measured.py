@@ -233,6 +233,12 @@ def read_cost(profile_path: Path) -> CostModel:
     return CostModel.of_fields(profile.get("refitted") or profile["cost"])
 
 
+def read_measured_cost(profile_path: Path) -> CostModel | None:
+    """The cost model before the run's steps refitted it; None if they did not. Errors as of `read_cost`."""
+    profile = json.loads(profile_path.read_text())
+    return CostModel.of_fields(profile["cost"]) if profile.get("refitted") else None
+
+
 def cost_of_layout(profile_path: Path, cluster: ClusterSpec) -> CostModel | None:
     """`read_cost` of a profile with the same parallel layout; None without one, or if it is of another version."""
     profile = _profile_at(profile_path)

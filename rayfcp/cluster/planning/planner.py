@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rayfcp.cluster.controller.observing import TimedGroups, own_seconds, timed_groups
 from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shards
 from rayfcp.cluster.workers.facts import kinds_of_stages, layers_of_stage, strategy_on
 from rayfcp.config import Config
-from rayfcp.cost.analytic import device_model
+from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, device_model
 from rayfcp.cost.fit import measured_hardware
 from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flops, plan_batch
 from rayfcp.plan.batch import plan_candidates
@@ -49,9 +50,11 @@ class RunPlanner:
         cost: CostModel,
         strategy: str | None = None,
         search_moves: int | None = None,
+        forward_only: bool = False,
     ) -> tuple[BatchPlan, Programs | None]:
         """Plan by the run's strategy on so many stages, or the named one; with the programs if `auto` lowered them,
         which takes the fastest candidate by simulation. `search_moves`: in place of the configured ones.
+        `forward_only`: for passes without backward, whose seconds are predicted.
 
         Raises:
             InfeasiblePlanError: there is no plan; names the binding constraint.
@@ -59,11 +62,13 @@ class RunPlanner:
         name, options = strategy or strategy_on(self._config, cluster.num_stages), self._config.plan
         if search_moves is not None:
             options = options.model_copy(update={"search_moves": search_moves})
+        given = {"cluster": cluster.forward_only(), "cost": cost.forward_only()} if forward_only else {}
+        with_options: dict[str, Any] = {"cluster": cluster, "cost": cost, "options": options} | given
         if name != AUTO:
-            return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options), None
+            return plan_batch(sequences, strategy=name, **with_options), None
         choice = choose(
-            plan_candidates(sequences, cluster=cluster, cost=cost, options=options),
-            lowered=lambda plan: self.lower(plan, sequences, cluster=cluster),
+            plan_candidates(sequences, **with_options),
+            lowered=lambda plan: self.lower(plan, sequences, cluster=cluster, forward_only=forward_only),
             seconds=lambda programs: self.simulate(programs, cluster=cluster, cost=cost).iteration_s,
         )
         return choice.plan, choice.programs
@@ -75,11 +80,17 @@ class RunPlanner:
         *,
         cluster: ClusterSpec,
         placements: Sequence[Placement] | None = None,
+        forward_only: bool = False,
     ) -> Programs:
         """Lower a plan; `placements` are its own, if known."""
-        kinds = kinds_of_stages(self._model, cluster)
-        every = self._config.train.reduce_every
-        return lower(plan, sequences, placements=placements, reduce_every=every, kinds_of_stage=kinds)
+        return lower(
+            plan,
+            sequences,
+            placements=placements,
+            reduce_every=self._config.train.reduce_every,
+            kinds_of_stage=kinds_of_stages(self._model, cluster),
+            forward_only=forward_only,
+        )
 
     def simulate(self, programs: Programs, *, cluster: ClusterSpec, cost: CostModel) -> Timeline:
         """Simulate a step on hardware that explains `cost`."""
@@ -185,10 +196,16 @@ class Planner:
                 pass
 
     def plan(
-        self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel, search_moves: int | None = None
+        self,
+        batch: GlobalBatch,
+        cluster: ClusterSpec,
+        *,
+        cost: CostModel,
+        search_moves: int | None = None,
+        forward_only: bool = False,
     ) -> Iterator[PlanRecord | Programs]:
         """Yield the programs of all stages and ranks, after the progress check, then the record. `search_moves`: in
-        place of the configured ones.
+        place of the configured ones. `forward_only`: programs without backward, and their seconds and FLOPs.
 
         Ray serializes and stores each value before it asks for the next one, so that `prepare_s` includes it.
 
@@ -197,12 +214,17 @@ class Planner:
         """
         sequences = sequences_of(batch, layer_kinds=self._model.layer_kinds)
         start_s = time.perf_counter()
-        plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost, search_moves=search_moves)
+        plan, programs = self._run.plan(
+            sequences, cluster=cluster, cost=cost, search_moves=search_moves, forward_only=forward_only
+        )
         plan_s = time.perf_counter() - start_s
         placements = placements_of(plan, sequences)
-        programs = programs or self._run.lower(plan, sequences, cluster=cluster, placements=placements)
-        check_progress(programs)
+        programs = programs or self._run.lower(
+            plan, sequences, cluster=cluster, placements=placements, forward_only=forward_only
+        )
+        check_progress(programs, forward_only=forward_only)
         loads = rank_loads(plan, sequences, cost=cost, placements=placements)
+        share = 1 / FORWARD_AND_BACKWARD if forward_only else 1.0
         record = PlanRecord(
             step=batch.step,
             plan_hash=programs.plan_hash,
@@ -216,8 +238,8 @@ class Planner:
             imbalance=imbalance_of(loads, speed_of_rank=cluster.speed_of_rank),
             plan_s=plan_s,
             prepare_s=0.0,
-            model_flops=model_flops(self._model, sequences),
-            attention_flops=attention_flops(self._model, sequences),
+            model_flops=model_flops(self._model, sequences) * share,
+            attention_flops=attention_flops(self._model, sequences) * share,
             groups=timed_groups(plan, sequences, cluster=cluster),
             own_s=own_seconds(loads, cost=cost),
         )

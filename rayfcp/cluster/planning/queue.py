@@ -4,7 +4,7 @@ times ask (`rayfcp.elastic.lookahead`)."""
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.planner import PlanRecord
@@ -13,7 +13,6 @@ from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.starting import CapacityError, other_cpus
 from rayfcp.config import Config
 from rayfcp.config.models import PlanConfig
-from rayfcp.data import Sampler
 from rayfcp.elastic.lookahead import Lookahead, PlanningFacts, decide
 from rayfcp.plan import CostModel
 from rayfcp.plan.first import COMPILES, compiles_first
@@ -190,17 +189,32 @@ class _PlanInFlight:
     number: int
     level: int
     refs: list[Any] = field(default_factory=list)
+    actor: Any = None
     pixels: tuple[Any, ...] = ()
+
+
+class Batches(Protocol):
+    """Batches by number, from 1: those of steps, or of evaluation sets."""
+
+    def batch(self, step: int, /) -> GlobalBatch: ...
 
 
 class PlanQueue:
     """Keeps plans in flight on the planner actors, in step order, as many as `lookahead` says, and decodes the images
-    of the first ones with `decoders`. `bounds`: fewest and most plans in flight."""
+    of the first ones with `decoders`. `bounds`: fewest and most plans in flight. `forward_only`: of programs without
+    backward."""
 
     def __init__(
-        self, planners: Planners, sampler: Sampler, *, bounds: tuple[int, int], decoders: Decoders | None = None
+        self,
+        planners: Planners,
+        sampler: Batches,
+        *,
+        bounds: tuple[int, int],
+        decoders: Decoders | None = None,
+        forward_only: bool = False,
     ) -> None:
         self._planners, self._sampler, self._bounds, self._decoders = planners, sampler, bounds, decoders
+        self._forward_only = forward_only
         self._runtime = planners.runtime
         self.lookahead = Lookahead(planners=len(planners), steps=bounds[0])
         """The last decision on planners and steps ahead."""
@@ -253,7 +267,8 @@ class PlanQueue:
             except TaskFailedError:
                 raise
             except CallError as error:  # the planner is lost, or the record with its node
-                self._planners.replace(flight.number, cause=str(error))
+                if self._planners[flight.number] is flight.actor:  # another queue may have replaced it
+                    self._planners.replace(flight.number, cause=str(error))
                 self._request_again(flight.number)
         self._planners.on_plan()
         self._in_flight.popleft()
@@ -340,8 +355,14 @@ class PlanQueue:
             num_sequences=len(flight.batch.samples),
             level=flight.level,
         )
-        flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref, search_moves=moves)
-        flight.pixels = ()
+        flight.refs = call.remote(
+            flight.batch_ref,
+            self._cluster_ref,
+            cost=flight.cost_ref,
+            search_moves=moves,
+            forward_only=self._forward_only,
+        )
+        flight.actor, flight.pixels = self._planners[flight.number], ()
 
     def _request_again(self, number: int) -> None:
         """Repeat the unfinished requests of a planner that died, in order."""

@@ -266,7 +266,7 @@ class ClusterState:
                 self._config,
                 self._data.model,
                 facts=[member.facts for member in self.worker_group.all],
-                longest_tokens=int(self._data.index.lengths.max()),
+                longest_tokens=self._data.longest_tokens,
             ),
             active=self.ids,
             num_stages=self._cluster.num_stages if self._cluster else 1,

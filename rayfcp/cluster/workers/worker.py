@@ -23,7 +23,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.devices.page_locks import PageLocks
-from rayfcp.execute.reports import Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
+from rayfcp.execute.reports import BatchLosses, Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
 from rayfcp.execute.state.copies import CopyFolder, Into, Wanted, copies_folder
 from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, StateId
@@ -309,6 +309,37 @@ class DeviceWorker:
             what = step_of(
                 program, step=batch.step, num_done=done, config=self._config, model=model, cluster=self._cluster
             )
+            raise DeviceFullError(str(self._out_of_memory(error, what))) from error
+
+    def evaluate(
+        self,
+        programs: Programs,
+        batch: GlobalBatch,
+        *,
+        place: int,
+        plan_hash: str,
+        folder: str,
+        pixels: Sequence[Any] = (),
+    ) -> BatchLosses:
+        """Losses of a batch of the prepared `folder`, by program `place` of those of all stages and ranks; `pixels` as
+        of `step`.
+
+        Raises:
+            DeviceFullError: the device ran out of memory.
+        """
+        import torch
+
+        self._watch.on_call()
+        try:
+            return self._engine.evaluate(
+                programs[place],
+                batch,
+                plan_hash=plan_hash,
+                folder=folder,
+                decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
+            )
+        except torch.OutOfMemoryError as error:
+            what = f"evaluation, rank {programs[place].rank}, stage {programs[place].stage}"
             raise DeviceFullError(str(self._out_of_memory(error, what))) from error
 
     def _out_of_memory(self, error: BaseException, what: str) -> ConfigError:

@@ -260,10 +260,12 @@ class _ContextRows:
 
 
 class ContextStore:
-    """Keys and values that the microbatches of one rank keep from their forward to their backward pass."""
+    """Keys and values that the microbatches of one rank keep from their forward to their backward pass; `alone`: until
+    they are freed, as no backward pass comes and autograd holds nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self._kept: dict[LayerKey, list[_ContextRows]] = {}
+        self._alone = alone
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -278,7 +280,8 @@ class ContextStore:
             return
         self._kept[at] = []
         for start, stop in merged(ranges):
-            key_rows, value_rows = (_own(each[start:stop].detach(), recomputed=recomputed) for each in (key, value))
+            rows = (each[start:stop].detach() for each in (key, value))
+            key_rows, value_rows = (_own(each, recomputed=recomputed or self._alone) for each in rows)
             self._kept[at].append(_ContextRows(start=start, stop=stop, key=key_rows, value=value_rows))
 
     def read(self, at: LayerKey, span: Range) -> tuple[Tensor, Tensor]:

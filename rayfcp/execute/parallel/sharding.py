@@ -88,6 +88,16 @@ def release(module: nn.Module) -> None:
         part.reshard()
 
 
+def release_forward(module: nn.Module) -> None:
+    """`release` after forward passes that no backward pass followed, whose order would otherwise count as that of the
+    next step's: its backward pass would gather a layer of theirs, for nothing."""
+    release(module)
+    for part in sharded_modules(module):
+        for group in parameter_groups(part):
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+
+
 def parameter_groups(part: FSDPModule) -> list[Any]:
     """Groups of parameters that a part gathers and reduces together."""
     state = part._get_fsdp_state()
@@ -113,7 +123,8 @@ class StageModule(nn.Module):
     the vision encoder if the model has one.
 
     A call passes `inputs`, `positions`, `targets`, the attention context, whether logits may be kept since the backward
-    pass comes next, and features that replace the embeddings of image tokens; see `CausalLM.forward`.
+    pass comes next, and features that replace the embeddings of image tokens; where none comes, also that losses are
+    wanted by token; see `CausalLM.forward`.
 
     `partial_names`: parameters whose gradients are partial, since all tensor-parallel devices hold copies.
     `shared_matrix`: tied embedding and head, on the first and last of several stages. `occasional`: trained parameters

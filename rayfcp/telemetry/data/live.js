@@ -100,6 +100,14 @@ function deviceChart(workers) {
     overlay: true, series, names: workers.map((each) => String(each.rank)), lines: workers.map(lines) };
 }
 
+// Losses on evaluation sets, over the steps after which they were evaluated.
+function evaluationChart(evaluations) {
+  const names = [...new Set(evaluations.flatMap(([, losses]) => Object.keys(losses)))];
+  const series = names.map((name) => ({ name, values: evaluations.map(([, losses]) => losses[name] ?? null) }));
+  return { kind: "lines", title: "Evaluation loss", note: "Nats per target token, by set", format: "number", zero: false,
+    dots: true, x: evaluations.map(([step]) => step), series };
+}
+
 const mounted = {};
 
 // Draws into the element `id`, whose figure is made once.
@@ -133,6 +141,7 @@ function show(state) {
   if (key === shown) return;
   shown = key;
   if (now !== null) for (const update of CHARTS) update(columns);
+  if (state.evaluations.length) drawInto("eval-chart", evaluationChart(state.evaluations));
   showPicture(state);
 }
 

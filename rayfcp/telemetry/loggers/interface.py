@@ -41,7 +41,8 @@ class StepLogger(Protocol):
 def values_of(report: StepReport) -> dict[str, float]:
     """Return the finite numbers of a step by names `group/key`.
 
-    `train/`: the optimization; `speed/`, `plan/`, `imbalance/`: seconds and ratios of `StepReport`.
+    `train/`: the optimization; `speed/`, `plan/`, `imbalance/`: seconds and ratios of `StepReport`; `eval/NAME/`: the
+    state on an evaluation set.
     """
     groups = {
         "train": ("loss", "grad_norm", "learning_rate", "num_tokens", "num_sequences"),
@@ -50,6 +51,8 @@ def values_of(report: StepReport) -> dict[str, float]:
     }
     values = {f"{group}/{key}": float(getattr(report, key)) for group, keys in groups.items() for key in keys}
     values |= {f"imbalance/{key}": value for key, value in report.imbalance.by_resource.items()}
+    for name, result in report.eval.items():
+        values |= {f"eval/{name}/loss": result.loss, f"eval/{name}/perplexity": result.perplexity}
     if report.step_s > 0:
         values["speed/tokens_per_s"] = report.num_tokens / report.step_s
     return {name: value for name, value in values.items() if math.isfinite(value)}
