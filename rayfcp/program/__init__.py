@@ -1,6 +1,6 @@
 """Programs of ranks: instructions, lowering of plans, printing, and the progress check that runs before dispatch."""
 
-from rayfcp.program.heads import exchange_rounds, head_rounds, spans
+from rayfcp.program.heads import exchange_rounds, spans
 from rayfcp.program.instructions import (
     Attend,
     Attends,
@@ -63,7 +63,6 @@ __all__ = [
     "StageFlow",
     "check_progress",
     "exchange_rounds",
-    "head_rounds",
     "lower",
     "lower_reshuffle",
     "spans",

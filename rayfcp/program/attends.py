@@ -52,7 +52,7 @@ class BlockSets:
     def key(self, sets: Ints, *, sequence: Ints, position: Ints) -> Ints:
         """Numbers that order tokens by set, sequence and position."""
         low, high, most = self._bounds
-        return np.asarray((sets * (high - low + 1) + sequence - low) * most + position)
+        return np.asarray((sets.astype(np.int64, copy=False) * (high - low + 1) + sequence - low) * most + position)
 
     def find(self, sets: Ints, *, sequence: Ints, start: Ints) -> Ints:
         """The row at which the block of a sequence that begins at `start` lies in each of these sets; -1 if none."""
@@ -68,7 +68,7 @@ class BlockSets:
     def block_at(self, sets: Ints, row: Ints) -> Ints:
         """The block of each of these sets that holds the tokens before a row, its first one for row 0."""
         width = int(self.num_tokens.max(initial=0)) + 1
-        return np.searchsorted(self.set * width + self.end, sets * width + row)
+        return np.searchsorted(self.set * width + self.end, sets.astype(np.int64, copy=False) * width + row)
 
     def part(self, sets: Ints) -> "BlockSets":
         """These sets, numbered from 0."""

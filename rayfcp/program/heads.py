@@ -7,40 +7,12 @@ queries, keys and values. Nothing is computed while an exchange runs: attention 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
+from rayfcp.program.instructions import AttentionRound, HeadProgram, Message, Payload, Range
 
 TO_HEADS = frozenset({Payload.QKV, Payload.OUT_GRAD})
 """Payloads that go from tokens to heads; the other payloads of exchanges go back."""
-
-
-def with_peers(program: AttentionProgram, peers: Mapping[int, int] | Sequence[int]) -> AttentionProgram:
-    """The program with `peers[p]` in place of each peer p."""
-
-    def named(messages: Sequence[Message]) -> tuple[Message, ...]:
-        return tuple(replace(message, peer=peers[message.peer]) for message in messages)
-
-    forward, backward = (
-        tuple(replace(step, sends=named(step.sends), receives=named(step.receives)) for step in rounds)
-        for rounds in (program.forward, program.backward)
-    )
-    return replace(program, forward=forward, backward=backward)
-
-
-def head_rounds(program: HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
-    """The rounds of a rank: one exchange, the attention's rounds, the other exchange.
-
-    Raises:
-        ValueError: `rank` is none of the group's.
-    """
-    before, after = (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT)
-    return (
-        *exchange_rounds(program, rank=rank, payload=before),
-        *(program.attention.backward if backward else program.attention.forward),
-        *exchange_rounds(program, rank=rank, payload=after),
-    )
 
 
 def exchange_rounds(program: HeadProgram, *, rank: int, payload: Payload) -> tuple[AttentionRound, ...]:

@@ -11,7 +11,7 @@ from the start of their slot (queries: from the start of slot 0).
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -316,7 +316,7 @@ class HeadProgram:
     heads, and of the key and value heads, replicated beyond their count. Then every rank has all `sum(tokens)` tokens
     of its heads, in order, as its slot 0, and runs `attention` on them. The outputs go back the same way; backward
     exchanges their gradients, runs the attention's backward, and sends the gradients of queries, keys and values back.
-    `rayfcp.program.heads.head_rounds` lists this round by round.
+    `rayfcp.program.exchange_rounds` lists exchanges round by round.
 
     All ranks of a group have the same `ranks`, `tokens` and, up to the peers, `attention`: that of a lone Ulysses
     group is one round without messages.
@@ -464,6 +464,14 @@ class RankProgram:
     def place(self) -> str:
         """Rank, and stage if there are several, in words."""
         return f"rank {self.rank}" if self.num_stages == 1 else f"stage {self.stage} rank {self.rank}"
+
+
+Kind = TypeVar("Kind", bound=Instruction)
+
+
+def of_kind(program: RankProgram, kind: type[Kind]) -> list[Kind]:
+    """The instructions of one kind, in order."""
+    return [item for item in program.instructions if isinstance(item, kind)]
 
 
 def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:

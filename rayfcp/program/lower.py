@@ -250,14 +250,12 @@ def _attention(
 def _cut(
     placements: Sequence[Placement], sequences: Sequence[SequenceSpec], *, kind: LayerKind, units: Sequence[Units]
 ) -> list[Placement]:
-    uncut = {sequence.id for sequence in sequences if not kind.hides(sequence.num_tokens)}
-    numbers = []  # of units as transfers name them: by a rank, or where runs share out heads by number
+    uncut = [sequence.id for sequence in sequences if not kind.hides(sequence.num_tokens)]
+    named = []  # units as transfers number them: by a rank, or where runs share out heads one after the other
     for placement, each in zip(placements, units, strict=True):
         unit = each.of_ranks()[0]
-        named = unit if placement.heads > 1 else each.ranks[each.first[unit]]
-        numbers.append(dict(enumerate(named.tolist())))
-    layouts = [placement.layout() for placement in placements]
-    return [Placement.of(layout) for layout in windowed(layouts, kind=kind, uncut=uncut, units=numbers)]
+        named.append(unit if placement.heads > 1 else each.ranks[each.first[unit]])
+    return windowed(placements, kind=kind, uncut=uncut, units=named)
 
 
 def _units(microbatch: MicrobatchPlan, placement: Placement, *, num_ranks: int) -> Units:

@@ -16,6 +16,9 @@ import numpy as np
 
 from rayfcp.program.attends import BlockSets, SlotAttends, attends_of, check_parts, queries_of
 from rayfcp.program.instructions import (
+    CAUSAL,
+    FLIPPED,
+    WHOLE,
     Attends,
     AttentionProgram,
     AttentionRound,
@@ -167,6 +170,10 @@ class AttentionTable:
         """Rounds that attends are spread over; 0 where they are not."""
         return max(len(self.phases.first) - 1, 0) // self.units.num_units
 
+    def rank(self, unit: Ints) -> Ints:
+        """The first rank of each of these units."""
+        return self.units.ranks[self.units.first[unit]]
+
     def row(self, unit: Ints, slot: Ints) -> Ints:
         """The row of a slot."""
         return self.slots.first[unit] + slot
@@ -227,17 +234,18 @@ class AttentionTable:
         _check_gradients(self)
         _check_context(self)
         if len(self.phases.first):
-            count = num_units * self.num_phases
-            check_parts("phases", self.phases.first, count=count, size=len(self.phases.columns))
+            _check_phases(self)
 
 
-def _refuse(what: str, wrong: Bools) -> None:
+def _refuse(what: str, wrong: Bools, *, ranks: Ints | None = None) -> None:
     """
     Raises:
-        ValueError: some row is wrong.
+        ValueError: some row is wrong. `ranks`: that of each row.
     """
     if wrong.any():
-        raise ValueError(f"the table of attention has {what} (row {int(np.argmax(wrong))}); lower the plan again")
+        at = int(np.argmax(wrong))
+        where = f"row {at}" if ranks is None else f"rank {ranks[at]}, row {at}"
+        raise ValueError(f"the table of attention has {what} ({where}); lower the plan again")
 
 
 def _check_units(units: Units, tokens: Ints) -> None:
@@ -261,15 +269,16 @@ def _check_context(table: AttentionTable) -> None:
     for name, columns in (("context", context), ("kept rows", kept)):
         _check_lengths(name, columns)
         _refuse(f"{name} at a unit that is not there", (columns[0] < 0) | (columns[0] >= table.units.num_units))
-        _refuse(f"{name} that are empty", (columns[-2] < 0) | (columns[-1] <= columns[-2]))
-    _refuse(
-        "context in a slot that is not there", (context.slot < 1) | (context.slot >= np.diff(slots.first)[context.unit])
-    )
+        ranks = table.rank(columns[0])
+        _refuse(f"{name} that are empty", (columns[-2] < 0) | (columns[-1] <= columns[-2]), ranks=ranks)
+    outside = (context.slot < 1) | (context.slot >= np.diff(slots.first)[context.unit])
+    _refuse("context in a slot that is not there", outside, ranks=table.rank(context.unit))
     filled = np.bincount(table.row(context.unit, context.slot), minlength=len(slots.set))
     filled[slots.first[:-1]] = 1
     empty = np.diff(table.sets.first)[slots.set] == 0
-    _refuse("a slot that is full from the start and no context", (slots.arrived < 0) & ~empty & (filled != 1))
-    _refuse("context in a slot that comes", (slots.arrived >= 0) & (filled > 0))
+    wrong, ranks = (slots.arrived < 0) & ~empty & (filled != 1), table.rank(table.unit_of_slot)
+    _refuse("a slot that is full from the start and no context", wrong, ranks=ranks)
+    _refuse("context in a slot that comes", (slots.arrived >= 0) & (filled > 0), ranks=ranks)
 
 
 def _check_ends(name: str, rows: Messages, slots: Slots, *, num_units: int) -> None:
@@ -285,23 +294,52 @@ def _check_ends(name: str, rows: Messages, slots: Slots, *, num_units: int) -> N
 def _check_keys(table: AttentionTable) -> None:
     slots, keys = table.slots, table.keys
     left, came = table.row(keys.source, keys.source_slot), table.row(keys.target, keys.target_slot)
-    _refuse("keys from a slot that is not full by then", slots.arrived[left] >= keys.round)
-    _refuse("keys that fill a slot in another round", slots.arrived[came] != keys.round)
+    targets, ranks = table.rank(keys.target), table.rank(table.unit_of_slot)
+    _refuse("keys from a slot that is not full by then", slots.arrived[left] >= keys.round, ranks=targets)
+    _refuse("keys that fill a slot in another round", slots.arrived[came] != keys.round, ranks=targets)
     filled = np.bincount(came, minlength=len(slots.set))
-    _refuse("a slot that is not filled once", filled != (slots.arrived >= 0))
-    _refuse("keys of other blocks", ~_holds(table.sets, slots.set[left], slots.set[came]))
+    _refuse("a slot that is not filled once", filled != (slots.arrived >= 0), ranks=ranks)
+    _refuse("keys of no tokens", table.sets.num_tokens[slots.set[came]] < 1, ranks=targets)
+    _refuse("keys of other blocks", ~_holds(table.sets, slots.set[left], slots.set[came]), ranks=targets)
 
 
 def _check_gradients(table: AttentionTable) -> None:
     slots, rows = table.slots, table.gradients
     left, came = table.row(rows.source, rows.source_slot), table.row(rows.target, rows.target_slot)
-    sent = np.bincount(left, minlength=len(slots.set))
-    _refuse("a slot whose gradient is not sent once", sent != (slots.arrived >= 0))
-    _refuse("gradients that leave before they are computed", rows.round < slots.arrived[left] + 2)
-    _refuse("gradients of other blocks", ~_holds(table.sets, slots.set[came], slots.set[left]))
-    leaves = np.full(len(slots.set), np.iinfo(np.int64).max)
-    leaves[left] = rows.round
-    _refuse("gradients that come after those that they belong to have left", rows.round >= leaves[came])
+    sent, ranks = np.bincount(left, minlength=len(slots.set)), table.rank(rows.source)
+    unsent = sent != (slots.arrived >= 0)
+    _refuse("a slot whose gradient is not sent once", unsent, ranks=table.rank(table.unit_of_slot))
+    _refuse("gradients that leave before they are computed", rows.round < slots.arrived[left] + 2, ranks=ranks)
+    _refuse("gradients of other blocks", ~_holds(table.sets, slots.set[came], slots.set[left]), ranks=ranks)
+    late = rows.round >= _leaves(table)[came]
+    _refuse("gradients that come after those that they belong to have left", late, ranks=ranks)
+
+
+def _leaves(table: AttentionTable) -> Ints:
+    """The round in which the gradient of each slot leaves, one beyond all for slots whose gradient stays."""
+    found = np.full(len(table.slots.set), np.iinfo(np.int64).max)
+    found[table.row(table.gradients.source, table.gradients.source_slot)] = table.gradients.round
+    return found
+
+
+def _check_phases(table: AttentionTable) -> None:
+    """Attends that are spread over rounds are of tokens that lie in slots, after these came and before their gradients
+    leave."""
+    phases, slots, tokens = table.phases, table.slots, table.sets.num_tokens
+    check_parts("phases", phases.first, count=table.units.num_units * table.num_phases, size=len(phases.columns))
+    at = np.repeat(np.arange(len(phases.first) - 1), np.diff(phases.first))
+    unit, number = np.divmod(at, table.num_phases)
+    begin, end, slot, key_begin, key_end, kind = phases.columns.T
+    ranks = table.rank(unit)
+    _refuse("attends to a slot that is not there", (slot < 0) | (slot >= np.diff(slots.first)[unit]), ranks=ranks)
+    row = table.row(unit, slot)
+    _refuse("attends to keys before they came", slots.arrived[row] >= number, ranks=ranks)
+    _refuse("attends to keys after their gradient has left", _leaves(table)[row] <= number, ranks=ranks)
+    queries, keys = tokens[slots.set[slots.first[unit]]], tokens[slots.set[row]]
+    outside = (begin < 0) | (end > queries) | (key_begin < 0) | (key_end > keys)
+    _refuse("attends of tokens that are not there", outside | (begin >= end) | (key_begin >= key_end), ranks=ranks)
+    unequal = (kind != WHOLE) & (end - begin != key_end - key_begin)
+    _refuse("attends of no known shape", unequal | ~np.isin(kind, (WHOLE, CAUSAL, FLIPPED)), ranks=ranks)
 
 
 def _holds(sets: BlockSets, outer: Ints, inner: Ints) -> Bools:

@@ -11,139 +11,170 @@ many queries as a query sees keys: in each the flipped square of its first keys,
 later queries see beyond.
 """
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column, Range, union
-from rayfcp.values import Block, LayerKind, Layout, Round, Transfer
+from rayfcp.plan.layout import Blocks, Placement, Transfers
+from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column
+from rayfcp.values import LayerKind
 from rayfcp.values.arrays import Ints, expanded
-
-Units = Mapping[int, int]
-"""The unit of each rank, as transfers number them: the ranks that attend together to keys that lie together."""
 
 
 def windowed(
-    layouts: Sequence[Layout], *, kind: LayerKind, uncut: Collection[int], units: Sequence[Units]
-) -> tuple[Layout, ...]:
-    """The layouts of all microbatches in layers of a kind; `units[m]` of microbatch m. `uncut`: sequences of which the
-    kind hides nothing.
+    placements: Sequence[Placement], *, kind: LayerKind, uncut: Sequence[int], units: Sequence[Ints]
+) -> list[Placement]:
+    """The layouts of all microbatches in layers of a kind. `uncut`: sequences of which the kind hides nothing.
+    `units[m]`: the unit of each rank in microbatch m, as transfers number them: the ranks that attend together to keys
+    that lie together.
 
     Invariant: ranks hold the same tokens in the same order, and all keys of other ranks that a query sees still come to
     its rank, or lie in its context.
     """
-    cuts = _cuts(layouts, kind, uncut=uncut)
-    return tuple(
-        _Cut(layout, cuts, kind=kind, uncut=uncut, units=unit).layout()
-        for layout, unit in zip(layouts, units, strict=True)
-    )
+    most = max(int(each.blocks.stop.max(initial=0)) for each in placements) + 1
+    parts = [_seen(each.own.at(~np.isin(each.own.sequence, uncut)), kind) for each in placements]
+    seen = Blocks.joined(parts)
+    cuts = np.unique([seen.sequence * most + each for each in (seen.start, seen.stop)])
+    return [
+        _Cut(placement, cuts, most=most, uncut=uncut, unit=unit).placement(part)
+        for placement, part, unit in zip(placements, parts, units, strict=True)
+    ]
 
 
-def _cuts(layouts: Sequence[Layout], kind: LayerKind, *, uncut: Collection[int]) -> dict[int, list[int]]:
-    """The positions of each sequence at which what a block sees begins or ends, ascending."""
-    found: dict[int, set[int]] = defaultdict(set)
-    for layout in layouts:
-        for block in layout.blocks:
-            if block.sequence not in uncut:
-                found[block.sequence].update(_seen(block, kind))
-    return {sequence: sorted(places) for sequence, places in found.items()}
-
-
-def _seen(block: Block, kind: LayerKind) -> Range:
-    """The keys that the queries of a block see; positions below 0 do not exist."""
-    return kind.first_visible(block.start), block.stop
-
-
-def _pieces(block: Block, places: Sequence[int]) -> list[Block]:
-    """The block, cut at the places inside it."""
-    within = places[bisect_right(places, block.start) : bisect_left(places, block.stop)]
-    if not within:
-        return [block]
-    return [replace(block, start=start, stop=stop) for start, stop in pairwise((block.start, *within, block.stop))]
+def _seen(blocks: Blocks, kind: LayerKind) -> Blocks:
+    """The keys that the queries of blocks see."""
+    return blocks._replace(start=np.maximum(kind.first_visible(blocks.start), 0))
 
 
 class _Cut:
-    """A layout with its blocks cut; `parts[b]` are the pieces of block b, own or of context. `seen[u, s]`: the keys of
-    sequence s that queries of unit u see, disjoint ranges, ascending."""
+    """A placement with its blocks cut at `cuts`, ascending, each sequence x `most` + position. Piece p is of block
+    `block[p]`, and one of `whole` sequences where the kind hides nothing. `unit`: of each rank."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        cuts: Mapping[int, Sequence[int]],
-        *,
-        kind: LayerKind,
-        uncut: Collection[int],
-        units: Units,
-    ) -> None:
-        self._layout, self._uncut, self._units = layout, uncut, units
-        self.blocks: list[Block] = []
-        self.parts: list[range] = []
-        seen: dict[tuple[int, int], list[Range]] = defaultdict(list)
-        for block in layout.blocks:
-            seen[units[block.rank], block.sequence].append(_seen(block, kind))
-        self.seen = {key: union(ranges) for key, ranges in seen.items()}
-        for block in layout.all_blocks:
-            first = len(self.blocks)
-            self.blocks += _pieces(block, cuts.get(block.sequence, ()))
-            self.parts.append(range(first, len(self.blocks)))
+    def __init__(self, placement: Placement, cuts: Ints, *, most: int, uncut: Sequence[int], unit: Ints) -> None:
+        self._placement, self._most, self._unit = placement, most, unit
+        self.block, self.pieces = _pieces(placement.blocks, cuts, most=most)
+        self.whole = np.isin(self.pieces.sequence, uncut)
 
-    def layout(self) -> Layout:
-        """The layout without the transfers and context that no query sees."""
-        num_blocks = len(self._layout.blocks)
-        num_own = self.parts[num_blocks - 1].stop if num_blocks else 0
-        rounds = [self._round(step) for step in self._layout.rounds]
-        carried = {block for step in rounds for transfer in step for block in transfer.blocks}
-        kept = list(range(num_own))
-        contexts, first = [], num_blocks
-        for context in self._layout.context:
-            parts = [at for held in self.parts[first : first + len(context.blocks)] for at in held]
-            first += len(context.blocks)
-            mine = [at for at in parts if at in carried or self._is_seen(at, self._units[self.blocks[at].rank])]
-            kept += mine
-            if mine:
-                contexts.append(replace(context, blocks=tuple(self.blocks[at] for at in mine)))
-        number = {at: new for new, at in enumerate(kept)}
+    def placement(self, seen: Blocks) -> Placement:
+        """The placement without the transfers and context that no query sees. `seen`: keys of cut sequences that
+        queries of ranks see."""
+        placement, own = self._placement, self.block < self._placement.num_own
+        piece, unit = self._seeing(seen)
+        transfers = self._transfers(piece, unit)
+        kept = own | self.whole
+        kept[transfers.block] = True
+        kept[piece[unit == self._unit[self.pieces.rank[piece]]]] = True
+        bounds = placement.num_own + np.cumsum([0, *(count for _, count in placement.contexts)])
+        left = np.diff(np.searchsorted(self.block[kept], bounds)).tolist()
+        contexts = zip((microbatch for microbatch, _ in placement.contexts), left, strict=True)
+        rounds, number = np.unique(transfers.round, return_inverse=True)
         return replace(
-            self._layout,
-            blocks=tuple(self.blocks[:num_own]),
-            rounds=tuple(_renumbered(step, number) for step in rounds if step),
-            context=tuple(contexts),
+            placement,
+            blocks=self.pieces.at(kept),
+            num_own=int(own.sum()),
+            contexts=tuple((microbatch, count) for microbatch, count in contexts if count),
+            transfers=transfers._replace(round=number, block=(np.cumsum(kept) - 1)[transfers.block]),
+            num_rounds=len(rounds),
         )
 
-    def _round(self, step: Round) -> list[Transfer]:
-        """The transfers that are left of a round: as they were, or straight from the owner."""
-        found: list[Transfer] = []
-        for transfer in step.transfers:
-            parts = [at for block in transfer.blocks for at in self.parts[block]]
-            owner = self._units[self.blocks[parts[0]].rank]
-            ways: dict[int, list[int]] = {transfer.source: [], owner: []}
-            for at in parts:
-                if self._is_seen(at, transfer.target):
-                    ways[transfer.source if self.blocks[at].sequence in self._uncut else owner].append(at)
-            found += [
-                Transfer(blocks=tuple(blocks), source=source, target=transfer.target)
-                for source, blocks in ways.items()
-                if blocks
-            ]
-        return found
+    def _seeing(self, seen: Blocks) -> tuple[Ints, Ints]:
+        """Pieces of cut sequences, ascending, and the units that see them, each pair once."""
+        pieces, most = self.pieces, self._most
+        order = np.flatnonzero(~self.whole)
+        order = order[np.lexsort((pieces.start[order], pieces.sequence[order]))]
+        start, stop = ((pieces.sequence * most + each)[order] for each in (pieces.start, pieces.stop))
+        first = np.searchsorted(stop, seen.sequence * most + seen.start, side="right")
+        last = np.searchsorted(start, seen.sequence * most + seen.stop)
+        at, step = expanded(np.maximum(last - first, 0))
+        num_units = int(self._unit.max(initial=0)) + 1
+        pairs = np.unique(order[first[at] + step] * num_units + self._unit[seen.rank[at]])
+        return np.divmod(pairs, num_units)
 
-    def _is_seen(self, at: int, unit: int) -> bool:
-        """True if the unit sees some key of a piece."""
-        block = self.blocks[at]
-        if block.sequence in self._uncut:
-            return True
-        ranges = self.seen.get((unit, block.sequence), ())
-        at = bisect_left(ranges, (block.stop,))
-        return at > 0 and ranges[at - 1][1] > block.start
+    def _transfers(self, piece: Ints, unit: Ints) -> Transfers:
+        """What is left of transfers: pieces of whole sequences, in one set for all transfers that carried them, and
+        pieces that the target sees, from their owner, in a set for each transfer, with the former if these come from
+        there as well."""
+        old, blocks = self._placement.transfers, self._placement.blocks
+        part, bounds = self._parts()
+        owner = self._unit[blocks.rank[np.append(old.block, 0)[old.first[old.carried]]]]
+        transfer, item = self._reaching(piece, unit, part=part, bounds=bounds)
+        direct = np.unique(transfer)
+        joined = direct[owner[direct] == old.source[direct]]  # as one message: rounds stay matchings
+        whole = np.flatnonzero(self.whole[part])
+        first = np.searchsorted(whole, bounds)
+        at, step = expanded(np.diff(first)[old.carried[joined]])
+        transfer = np.append(transfer, joined[at])
+        item = np.append(item, whole[first[old.carried[joined]][at] + step])
+        order = np.lexsort((item, transfer))
+        ends = np.searchsorted(transfer[order], direct, side="right")
+        some = np.diff(first)[old.carried] > 0
+        some[joined] = False
+        before = np.flatnonzero(some)
+        rows = np.append(before, direct)
+        found = Transfers(
+            round=old.round[rows],
+            source=np.append(old.source[before], owner[direct]),
+            target=old.target[rows],
+            carried=np.append(old.carried[before], len(bounds) - 1 + np.arange(len(direct))),
+            first=np.append(first, first[-1] + ends),
+            block=part[np.append(whole, item[order])],
+        )
+        return _distinct(found, order=np.argsort(rows, kind="stable"))
+
+    def _parts(self) -> tuple[Ints, Ints]:
+        """The pieces of all sets of blocks, in their order, and the bounds of sets."""
+        sets = self._placement.transfers
+        first, last = (np.searchsorted(self.block, sets.block, side=side) for side in ("left", "right"))
+        at, step = expanded(last - first)
+        return first[at] + step, np.append(0, np.cumsum(last - first))[sets.first]
+
+    def _reaching(self, piece: Ints, unit: Ints, *, part: Ints, bounds: Ints) -> tuple[Ints, Ints]:
+        """The transfers whose target, a unit of `unit`, sees an item of the set that they carry, and the item."""
+        old = self._placement.transfers
+        low, high = (np.searchsorted(piece, part, side=side) for side in ("left", "right"))
+        item, step = expanded(high - low)
+        num_units = int(max(self._unit.max(initial=0), old.target.max(initial=0))) + 1
+        carried = np.searchsorted(bounds, item, side="right") - 1
+        wanted = carried * num_units + unit[low[item] + step]
+        there = old.carried * num_units + old.target
+        order = np.argsort(there, kind="stable")
+        low, high = (np.searchsorted(there[order], wanted, side=side) for side in ("left", "right"))
+        at, step = expanded(high - low)
+        return order[low[at] + step], item[at]
 
 
-def _renumbered(step: Sequence[Transfer], number: Mapping[int, int]) -> Round:
-    return Round(transfers=tuple(replace(each, blocks=tuple(number[block] for block in each.blocks)) for each in step))
+def _pieces(blocks: Blocks, cuts: Ints, *, most: int) -> tuple[Ints, Blocks]:
+    """The block of each piece, ascending, and the pieces."""
+    low = np.searchsorted(cuts, blocks.sequence * most + blocks.start, side="right")
+    high = np.searchsorted(cuts, blocks.sequence * most + blocks.stop)
+    counts = np.maximum(high - low, 0) + 1
+    at, step = expanded(counts)
+    pieces = blocks.at(at)
+    inner = np.flatnonzero(step)
+    pieces.start[inner] = cuts[low[at[inner]] + step[inner] - 1] % most
+    pieces.stop[inner - 1] = pieces.start[inner]
+    return at, pieces
+
+
+def _distinct(transfers: Transfers, *, order: Ints) -> Transfers:
+    """The transfers in this order, without sets that none carries, and equal sets as one: what passes a set on has to
+    find it."""
+    used, carried = np.unique(transfers.carried[order], return_inverse=True)
+    items, bounds = transfers.block.tobytes(), transfers.block.itemsize * transfers.first
+    numbers: dict[bytes, int] = {}
+    both = zip(bounds[used].tolist(), bounds[used + 1].tolist(), strict=True)
+    number = np.array([numbers.setdefault(items[low:high], len(numbers)) for low, high in both], np.int64)
+    block = np.frombuffer(b"".join(numbers), np.int64) if numbers else transfers.block[:0]
+    return Transfers(
+        transfers.round[order],
+        transfers.source[order],
+        transfers.target[order],
+        number[carried],
+        first=np.cumsum([0, *map(len, numbers)]) // transfers.block.itemsize,
+        block=block,
+    )
 
 
 class Pieces(NamedTuple):

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD
-from rayfcp.program import Encode, Payload, Programs, ReshuffleMessage, Send
+from rayfcp.program import Encode, Payload, Programs, Send
 from rayfcp.program.heads import TO_HEADS
-from rayfcp.program.instructions import WHOLE, Column
-from rayfcp.program.order import of_kind
-from rayfcp.program.progress import Channel
+from rayfcp.program.instructions import WHOLE, Column, of_kind
 from rayfcp.program.table import AttentionTable
 from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
@@ -157,16 +155,14 @@ class _Builder:
 
     def add_exchange(self, encodes: Sequence[Encode], *, backward: bool) -> None:
         """Features, or (`backward`) their gradients, which a frozen encoder has none of."""
-        vision, channel = self.machine.model.vision, Channel[ReshuffleMessage]()
+        vision, rows = self.machine.model.vision, list[tuple[int, int, int, int]]()
         counts = np.zeros(self.machine.num_ranks, np.int64)
         for rank, item in enumerate(encodes):
             rounds = item.features.rounds if not (backward and vision and vision.frozen) else ()
             counts[rank] = len(rounds)
             for at, step in enumerate(rounds):
-                sent, received = (step.receive, step.send) if backward else (step.send, step.receive)
-                channel.post(rank, at, sends=filter(None, [sent]), receives=filter(None, [received]))
-        matches = channel.matches(complete=True)
-        rows = [(source, target, at, message.num_tokens) for source, target, at, _, message, _ in matches]
+                if sent := step.receive if backward else step.send:
+                    rows.append((rank, sent.peer, at, sent.num_tokens))
         sources, targets, number, tokens = np.array(rows, np.int64).reshape(-1, 4).T
         self.category.append(np.full(counts.sum(), ALL_TO_ALL))
         self.compute_s.append(np.zeros(counts.sum()))

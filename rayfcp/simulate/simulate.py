@@ -12,7 +12,7 @@ from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, LINEAR_BACKWARD
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import taken
 from rayfcp.program import Forward, Programs, check_progress, lower
-from rayfcp.program.order import of_kind
+from rayfcp.program.instructions import of_kind
 from rayfcp.simulate.encoder import EncoderWork, work_of
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time

@@ -1,227 +1,219 @@
-"""Proof of programs in columns, in time and memory proportional to their rows: pairs by sums of random numbers.
+"""Proof of programs in columns, in time and memory proportional to their rows: pairs by values of polynomials.
 
-Every token q gets random numbers a(q) and b(q), and d(q) for its pair with itself. If the sum of a(q) b(k) over all
-pairs that are computed equals that over all that are visible, the same pairs are computed, each once: otherwise the
-difference is a polynomial that is not 0, of degree 2, in numbers drawn from a field of 2^31 - 1 elements, and is 0 with
-a probability of at most 2 / (2^31 - 1) (Schwartz, 1980; Zippel, 1979). Drawn twice, a wrong program passes with
-a probability of less than 1e-18. Tokens that no attend separates share their numbers, and sums over ranges are
-differences of prefix sums.
+The pairs of queries q of sequence s with keys k of sequence s' are a polynomial, the sum of r(s) t(s') x^q y^k. For
+each block of queries, what is computed and what is visible are the same pairs, each once, if and only if their
+polynomials are the same. These are evaluated at one random point of a field of 2^61 - 1 elements: different ones, of
+degree at most 2 n with n tokens in the longest sequence, agree there with a probability of at most 2 n / (2^61 - 1)
+(Schwartz, 1980; Zippel, 1979), less than 1e-11 for sequences of eight million tokens. The pairs of rectangles and
+triangles are geometric sums, so that none is added up pair by pair (`rayfcp.verify.polynomials`).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.program.attends import BlockSets
 from rayfcp.program.attention import padding_number
-from rayfcp.program.instructions import CAUSAL, WHOLE
+from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column
 from rayfcp.program.programs import Pieces, Programs
 from rayfcp.program.table import AttentionTable
-from rayfcp.values import FULL, SequenceSpec
-from rayfcp.values.arrays import Bools, Ints
+from rayfcp.values import LayerKind, SequenceSpec
+from rayfcp.values.arrays import Ints, expanded
+from rayfcp.verify.polynomials import PRIME, Point, Residues, Totals, folded, less, prefix_sums, times
 
-PRIME = 2**31 - 1
-"""Products of two residues fit into 64 bits."""
-
-DRAWS = 2
-
-
-def proved(programs: Programs, sequences: Sequence[SequenceSpec]) -> bool:
-    """Whether the programs, which passed `check_progress`, place each token of the sequences once, load what they
-    attend to, and compute each visible pair once. False if that is wrong, or is not shown here: of layers with a
-    window, which are proved pair by pair."""
-    tables = list(programs.attention.values())
-    if any(table.kind != FULL for of_kind in tables for table in of_kind):
-        return False
-    if not all(_loads(table, pieces) for table, pieces in zip(tables[0], programs.pieces, strict=True)):
-        return False
-    if not all(_continues(tables[0], at) for at in range(len(tables[0]))):
-        return False
-    return _places(programs.pieces, sequences) and _pairs(tables[0], sequences)
+BATCH = 1 << 18
+"""Attends that are added up at a time: bounds memory, some 100 MB."""
 
 
-def _places(pieces: Sequence[Pieces], sequences: Sequence[SequenceSpec]) -> bool:
-    """Whether each token is loaded once."""
+def check_columns(programs: Programs, sequences: Sequence[SequenceSpec]) -> None:
+    """Prove that programs, which passed `check_progress`, place each token of the sequences once, load what they
+    attend to, and compute each visible pair of each kind of layers once, in both directions.
+
+    Raises:
+        ValueError: names the sequence and its tokens, and the microbatch, the kind of layers and a rank.
+    """
+    _check_places(programs.pieces, sequences)
+    for kind, tables in programs.attention.items():
+        for number, (table, pieces) in enumerate(zip(tables, programs.pieces, strict=True)):
+            where = f"microbatch {number}, {kind}"
+            _check_loads(table, pieces, where=where)
+            _check_context(tables, number, where=where)
+            _check_pairs(table, kind, where=where)
+
+
+def _check_places(pieces: Sequence[Pieces], sequences: Sequence[SequenceSpec]) -> None:
+    """Each token is loaded once."""
     sequence, start, stop = (np.concatenate([each[column] for each in pieces]) for column in (1, 2, 3))
-    order = np.lexsort((start, sequence))
+    if unknown := np.setdiff1d(sequence, [each.id for each in sequences]).tolist():
+        raise ValueError(f"plan places sequences {unknown}, which the batch does not have")
+    order = np.lexsort((stop, start, sequence))
     sequence, start, stop = sequence[order], start[order], stop[order]
-    opens = np.append(True, sequence[1:] != sequence[:-1])[: len(sequence)]
-    closes = np.append(opens[1:], True)[: len(sequence)]
-    lengths = {each.id: each.num_tokens for each in sequences}
-    whole = bool((start[opens] == 0).all() and (start[1:] == stop[:-1])[~opens[1:]].all() and (stop > start).all())
-    return whole and dict(zip(sequence[closes].tolist(), stop[closes].tolist(), strict=True)) == lengths
+    due = np.where(np.append(-1, sequence)[:-1] == sequence, np.append(0, stop)[:-1], 0)
+    wrong = (start != due) | (stop <= start)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"sequence {sequence[at]}: piece [{start[at]}, {stop[at]}) where token {due[at]} is due; each token is "
+            "placed once"
+        )
+    placed = dict(zip(sequence.tolist(), stop.tolist(), strict=True))
+    for each in sequences:
+        if (found := placed.get(each.id, 0)) != each.num_tokens:
+            raise ValueError(f"sequence {each.id}: {found} of {each.num_tokens} tokens are placed; each must be, once")
 
 
-def _loads(table: AttentionTable, pieces: Pieces) -> bool:
-    """Whether the ranks of each unit together load what lies in its slot 0, padding where nothing."""
-    sets, units = table.sets, table.units
-    row, _ = sets.rows(table.slots.set[table.slots.first[:-1]])
-    own = sets.sequence[row] >= 0
-    padded = np.flatnonzero(np.diff(pieces.first) == 0)
-    if not np.array_equal(np.sort(sets.sequence[row][~own]), np.sort(padding_number(padded))):
-        return False
-    row = row[own]
-    order = np.repeat(np.arange(units.num_ranks), np.diff(pieces.first))
-    place = np.empty(units.num_ranks, np.int64)
-    place[units.ranks] = np.arange(units.num_ranks)
-    order = np.argsort(place[order], kind="stable")
-    held = (sets.sequence[row], sets.start[row], sets.stop[row])
-    return all(np.array_equal(one, other[order]) for one, other in zip(held, pieces[1:], strict=True))
+def _name(table: AttentionTable, unit: int) -> str:
+    """The ranks of a unit, in words."""
+    first, last = table.units.first[unit : unit + 2].tolist()
+    ranks = table.units.ranks[first:last].tolist()
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
-def _continues(tables: Sequence[AttentionTable], at: int) -> bool:
-    """Whether each slot of context has the blocks that lie at its rows of the earlier microbatch's slot 0."""
-    table, rows = tables[at], tables[at].context
+def _check_loads(table: AttentionTable, pieces: Pieces, *, where: str) -> None:
+    """The ranks of each unit together load what lies in its slot 0, in its order, padding where nothing."""
+    sets, units, counts = table.sets, table.units, np.diff(pieces.first)
+    row, unit = sets.rows(table.slots.set[table.slots.first[:-1]])
+    held = _runs(unit, sets.sequence[row], sets.start[row], sets.stop[row])
+    padded = np.flatnonzero(counts == 0)
+    rank = np.append(np.repeat(np.arange(units.num_ranks), counts), padded)
+    padding = (padding_number(padded), np.zeros_like(padded), np.ones_like(padded))
+    loaded = [np.append(column, more) for column, more in zip(pieces[1:], padding, strict=True)]
+    unit, position = (each[rank] for each in table.place_of_rank)
+    order = np.lexsort((position, unit))
+    found = _runs(*(column[order] for column in (unit, *loaded)))
+    size = min(len(held), len(found))
+    wrong = np.append((held[:size] != found[:size]).any(axis=1), len(held) != len(found))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        unit_of_row, sequence, start, stop = (held if at < len(held) else found)[at].tolist()
+        raise ValueError(
+            f"{where}: {_name(table, unit_of_row)} must load what lies in slot 0, tokens [{start}, {stop}) of sequence "
+            f"{sequence} at this place; lower the plan again"
+        )
+
+
+def _runs(unit: Ints, sequence: Ints, start: Ints, stop: Ints) -> Column:
+    """Rows of tokens, those that continue each other joined."""
+    goes_on = (unit[1:] == unit[:-1]) & (sequence[1:] == sequence[:-1]) & (start[1:] == stop[:-1])
+    opens, closes = np.append(True, ~goes_on)[: len(unit)], np.append(~goes_on, True)[: len(unit)]
+    return np.stack((unit[opens], sequence[opens], start[opens], stop[closes]), axis=1)
+
+
+def _check_context(tables: Sequence[AttentionTable], number: int, *, where: str) -> None:
+    """Each slot of context has the blocks that lie at its rows of the earlier microbatch's slot 0."""
+    table, rows = tables[number], tables[number].context
     for microbatch in np.unique(rows.microbatch).tolist():
         mine, earlier = np.flatnonzero(rows.microbatch == microbatch), tables[microbatch]
-        held, which = table.sets.rows(table.slots.set[table.row(rows.unit[mine], rows.slot[mine])])
-        ranks = table.units.ranks[table.units.first[rows.unit[mine]]]
-        own = earlier.slots.set[earlier.slots.first[earlier.place_of_rank[0][ranks]]]
+        sets = table.slots.set[table.row(rows.unit[mine], rows.slot[mine])]
+        held, which = table.sets.rows(sets)
+        unit = earlier.place_of_rank[0][table.rank(rows.unit[mine])]
+        own = earlier.slots.set[earlier.slots.first[unit]]
         there = earlier.sets.find(own[which], sequence=table.sets.sequence[held], start=table.sets.start[held])
         same = (there >= 0) & (earlier.sets.stop[there] == table.sets.stop[held])
         same &= earlier.sets.begin[there] == table.sets.begin[held] + rows.start[mine][which]
-        sizes = np.bincount(which, table.sets.stop[held] - table.sets.start[held], minlength=len(mine))
-        if not same.all() or not np.array_equal(sizes, rows.stop[mine] - rows.start[mine]):
-            return False
-    return True
+        wrong = table.sets.num_tokens[sets] != rows.stop[mine] - rows.start[mine]
+        wrong[which[~same]] = True
+        if wrong.any():
+            at = mine[int(np.argmax(wrong))]
+            raise ValueError(
+                f"{where}: {_name(table, rows.unit[at])}: slot {rows.slot[at]} must hold rows [{rows.start[at]}, "
+                f"{rows.stop[at]}) of microbatch {microbatch}; lower the plan again"
+            )
 
 
-class _Rows(NamedTuple):
-    """Attends: the sets of their queries and keys, and rows there; `square`: causal squares."""
+def _check_pairs(table: AttentionTable, kind: LayerKind, *, where: str) -> None:
+    """The queries of each block attend to each key that they see once, and so does each token of padding."""
+    sets, sums, found = table.sets, _Sums(table.sets), Totals(len(table.sets.set))
+    for block, pairs in sums.computed(table, where=where):
+        found.add(block, pairs)
+    row, unit = sets.rows(table.slots.set[table.slots.first[:-1]])
+    wrong = found.sums()[row] != sums.visible(kind, row)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        sequence, start, stop = (int(column[row[at]]) for column in (sets.sequence, sets.start, sets.stop))
+        which = f"queries [{start}, {stop}) of sequence {sequence}" if sequence >= 0 else "the token of padding"
+        raise ValueError(
+            f"{where}: {_name(table, unit[at])}: {which} must attend to each key that they see once, and to no other; "
+            "lower the plan again"
+        )
 
-    own: Ints
-    keys: Ints
-    begin: Ints
-    end: Ints
-    key_begin: Ints
-    key_end: Ints
-    square: Bools
+
+class _Sums:
+    """Sums over the tokens of sets of blocks, at a random point. Neighbours in a set that follow each other in their
+    sequence are of one run: `run` of each block."""
+
+    def __init__(self, sets: BlockSets) -> None:
+        self.sets = sets
+        lowest, highest = int(sets.sequence.min(initial=0)), int(sets.sequence.max(initial=0))
+        self.point = Point(lowest=lowest, highest=highest, most=int(sets.stop.max(initial=0)))
+        self._before = prefix_sums(self.point.keys(sets.sequence, start=sets.start, stop=sets.stop))
+        goes_on = (sets.sequence[1:] == sets.sequence[:-1]) & (sets.start[1:] == sets.stop[:-1])
+        self._run = np.cumsum(np.append(True, ~goes_on | (sets.set[1:] != sets.set[:-1]))[: len(sets.set)])
+
+    def keys_before(self, sets: Ints, row: Ints) -> Residues:
+        """The sum of b over the rows of sets before one, and over all sets before: only differences count."""
+        held, block = self.sets, self.sets.block_at(sets, row)
+        start = held.start[block]
+        part = self.point.keys(held.sequence[block], start=start, stop=start + row - held.begin[block])
+        return folded(self._before[block] + part)
+
+    def place(self, sets: Ints, row: Ints, *, count: Ints) -> tuple[Ints, Ints]:
+        """Sequence and position of the token at a row of sets; position -1 where the `count` tokens from there on do
+        not follow each other in one sequence."""
+        held, block = self.sets, self.sets.block_at(sets, row + 1)
+        follows = self._run[block] == self._run[held.block_at(sets, row + count)]
+        return held.sequence[block], np.where(follows, held.start[block] + row - held.begin[block], -1)
+
+    def computed(self, table: AttentionTable, *, where: str) -> Iterator[tuple[Ints, Residues]]:
+        """Sums over the pairs of attends, cut at blocks of queries, and these blocks.
+
+        Raises:
+            ValueError: keys of a triangle do not follow each other in one sequence.
+        """
+        sets, slots = self.sets, table.slots
+        for row, columns in _attends(table):
+            begin, end, _, key_begin, key_end, kind = columns.T
+            own = slots.set[slots.first[table.unit_of_slot[row]]]
+            head = sets.block_at(own, begin + 1)
+            at, step = expanded(sets.block_at(own, end) - head + 1)
+            block, keys, kind = head[at] + step, slots.set[row[at]], kind[at]
+            first, last = np.maximum(begin[at], sets.begin[block]), np.minimum(end[at], sets.end[block])
+            key = key_begin[at] + first - begin[at]  # of the first query, where keys move with queries
+            high = self.keys_before(keys, np.where(kind == CAUSAL, key + 1, key_end[at]))
+            low = self.keys_before(keys, np.where(kind == FLIPPED, key, key_begin[at]))
+            start, stop = (sets.start[block] + each - sets.begin[block] for each in (first, last))
+            pairs = times(self.point.queries(sets.sequence[block], start=start, stop=stop), less(high, low))
+            some = np.flatnonzero(kind != WHOLE)
+            of, position = self.place(keys[some], key[some], count=(stop - start)[some])
+            if (position < 0).any():
+                unit = table.unit_of_slot[row[at[some[np.argmin(position)]]]]
+                raise ValueError(
+                    f"{where}: {_name(table, unit)}: keys of a triangle must follow each other in one sequence; lower "
+                    "the plan again"
+                )
+            causal = kind[some] == CAUSAL
+            moving = self.point.moving(
+                sets.sequence[block[some]], start=start[some], stop=stop[some], key=position + causal, of=of
+            )
+            pairs[some] = folded(pairs[some] + np.where(causal, moving, PRIME - moving))
+            yield block, pairs
+
+    def visible(self, kind: LayerKind, block: Ints) -> Residues:
+        """The sums over the pairs that queries of blocks see: of all keys up to each, those within the window."""
+        sequence, start, stop = (column[block] for column in (self.sets.sequence, self.sets.start, self.sets.stop))
+        first = np.clip(kind.window, start, stop) if kind.window else stop  # the first query that does not see key 0
+        hidden = self.point.upto(sequence, start=first, stop=stop, keys=np.maximum(kind.first_visible(first), 0))
+        return less(self.point.upto(sequence, start=start, stop=stop, keys=start + 1), hidden)
 
 
-def _rows(table: AttentionTable) -> Iterator[_Rows | None]:
-    """All attends; None for those that are no causal square of own tokens nor all pairs of a rectangle."""
-    phases, slots = table.phases, table.slots
+def _attends(table: AttentionTable) -> Iterator[tuple[Ints, Column]]:
+    """All attends, some at a time, and the rows of their slots."""
+    phases = table.phases
     if table.num_phases:
         unit = np.repeat(np.arange(len(phases.first) - 1), np.diff(phases.first)) // table.num_phases
         parts = iter([(table.row(unit, phases.columns[:, 2]), phases.columns)])
     else:
         parts = ((rows[found.slot], found.columns) for rows, found in table.attends())
     for row, columns in parts:
-        begin, end, slot, key_begin, key_end, kind = columns.T
-        square = kind == CAUSAL
-        if (square & ((slot != 0) | (begin != key_begin) | (end != key_end))).any() or (
-            kind > max(WHOLE, CAUSAL)
-        ).any():
-            yield None
-            return
-        own = slots.set[slots.first[table.unit_of_slot[row]]]
-        yield _Rows(own, slots.set[row], begin, end, key_begin, key_end, square)
-
-
-class _Numbers:
-    """Random numbers of the parts of sequences, `[draw, part]`; sums up to each of `bounds`, sequence x `most` +
-    position, ascending: of a, b, and of a times all b before plus d."""
-
-    def __init__(self, bounds: Ints, *, most: int) -> None:
-        self._bounds, self._most = bounds, most
-        inside = bounds[1:] // most == bounds[:-1] // most
-        a, b, d = np.random.default_rng(0).integers(1, PRIME, (3, DRAWS, len(inside))) * inside
-        self.a, self.b = _sums(a), _sums(b)
-        self.below = _sums((a * self.b[:, :-1] + d) % PRIME)
-
-    def at(self, sequence: Ints, position: Ints) -> Ints:
-        """The bound at a position."""
-        return np.searchsorted(self._bounds, sequence * self._most + position)
-
-
-def _sums(values: Ints) -> Ints:
-    return np.pad(np.cumsum(values % PRIME, axis=1) % PRIME, ((0, 0), (1, 0)))
-
-
-class _SetNumbers:
-    """The same along the rows of sets, up to any of their bounds."""
-
-    def __init__(self, sets: BlockSets, numbers: _Numbers, *, lowest: int) -> None:
-        self._sets, self._numbers, self._lowest = sets, numbers, lowest
-        first, last = (numbers.at(sets.sequence - lowest, each) for each in (sets.start, sets.stop))
-        self._start = first
-        a, b = numbers.a[:, last] - numbers.a[:, first], numbers.b[:, last] - numbers.b[:, first]
-        self._a, self._b = _sums(a)[:, :-1], _sums(b)[:, :-1]  # over all sets: only differences count
-        below = numbers.below[:, last] - numbers.below[:, first] + (self._b - numbers.b[:, first]) % PRIME * (a % PRIME)
-        self._below = _sums(below)[:, :-1]
-
-    def upto(self, sets: Ints, row: Ints) -> tuple[Ints, Ints, Ints]:
-        """Sums of a, of b, and of a times all b before plus d, up to a row of each of these sets."""
-        held = self._sets
-        block = held.block_at(sets, row)
-        position = held.start[block] + row - held.begin[block]
-        at, start, numbers = (
-            self._numbers.at(held.sequence[block] - self._lowest, position),
-            self._start[block],
-            self._numbers,
-        )
-        a, b = (numbers.a[:, at] - numbers.a[:, start]) % PRIME, (numbers.b[:, at] - numbers.b[:, start]) % PRIME
-        shift = (self._b[:, block] - numbers.b[:, start]) % PRIME
-        below = numbers.below[:, at] - numbers.below[:, start] + shift * a
-        return (self._a[:, block] + a) % PRIME, (self._b[:, block] + b) % PRIME, (self._below[:, block] + below) % PRIME
-
-
-def _pairs(tables: Sequence[AttentionTable], sequences: Sequence[SequenceSpec]) -> bool:
-    """Whether each visible pair is computed once, and that of each token of padding."""
-    lowest = min(int(table.sets.sequence.min(initial=0)) for table in tables)
-    most = max(int(table.sets.stop.max(initial=0)) for table in tables) + 1
-    bounds: list[Ints] = []
-    for table in tables:
-        sets = table.sets
-        bounds += [(sets.sequence - lowest) * most + each for each in (sets.start, sets.stop)]
-        if table.num_phases:  # the only attends that cut blocks
-            bounds += [_bounds(rows, sets, lowest=lowest, most=most) for rows in _rows(table) if rows is not None]
-    numbers = _Numbers(np.unique(np.concatenate(bounds)), most=most)
-    found = np.zeros(DRAWS, np.int64)
-    for table in tables:
-        along = _SetNumbers(table.sets, numbers, lowest=lowest)
-        for rows in _rows(table):
-            if rows is None:
-                return False
-            found = (found + _computed(along, rows)) % PRIME
-        row, _ = table.sets.rows(table.slots.set[table.slots.first[:-1]])
-        padding = -table.sets.sequence[row][table.sets.sequence[row] < 0]
-        found = (found - _visible(numbers, -padding - lowest, np.ones_like(padding))) % PRIME
-    ids = np.array([each.id for each in sequences], np.int64) - lowest
-    due = _visible(numbers, ids, np.array([each.num_tokens for each in sequences], np.int64))
-    return np.array_equal(found, due)
-
-
-def _bounds(rows: _Rows, sets: BlockSets, *, lowest: int, most: int) -> Ints:
-    """Positions at which attends begin and end."""
-    found = []
-    for held, row in (
-        (rows.own, rows.begin),
-        (rows.own, rows.end),
-        (rows.keys, rows.key_begin),
-        (rows.keys, rows.key_end),
-    ):
-        block = sets.block_at(held, row)
-        found.append((sets.sequence[block] - lowest) * most + sets.start[block] + row - sets.begin[block])
-    return np.unique(np.concatenate(found))
-
-
-def _computed(along: _SetNumbers, rows: _Rows) -> Ints:
-    """The sum over the pairs of attends."""
-    a_begin, b_begin, below_begin = along.upto(rows.own, rows.begin)
-    a_end, _, below_end = along.upto(rows.own, rows.end)
-    _, first, _ = along.upto(rows.keys, rows.key_begin)
-    _, last, _ = along.upto(rows.keys, rows.key_end)
-    a = (a_end - a_begin) % PRIME
-    squares = (below_end - below_begin - b_begin * a) % PRIME
-    parts = np.where(rows.square, squares, (last - first) % PRIME * a % PRIME)
-    return np.asarray(parts.sum(axis=1) % PRIME)
-
-
-def _visible(numbers: _Numbers, sequence: Ints, num_tokens: Ints) -> Ints:
-    """The sum over the pairs of causal sequences."""
-    first, last = numbers.at(sequence, np.zeros_like(sequence)), numbers.at(sequence, num_tokens)
-    a = (numbers.a[:, last] - numbers.a[:, first]) % PRIME
-    parts = (numbers.below[:, last] - numbers.below[:, first] - numbers.b[:, first] * a) % PRIME
-    return np.asarray(parts.sum(axis=1) % PRIME)
+        for at in range(0, len(row), BATCH):
+            yield row[at : at + BATCH], columns[at : at + BATCH].astype(np.int64)

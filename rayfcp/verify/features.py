@@ -1,55 +1,47 @@
 """Proof of encodings: every image is encoded once, and every feature reaches the row of its token once."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from rayfcp.cost.images import ImageColumns
-from rayfcp.program.instructions import Encode, Load, Range, RankProgram
-from rayfcp.program.order import of_kind
+from rayfcp.program.instructions import Encode, Range
+from rayfcp.program.programs import Pieces, Programs
 from rayfcp.values import EncoderShare, SequenceSpec
-from rayfcp.verify.tokens import Tokens
-
-Parts = Sequence[tuple[Encode, Load]]
-"""`Encode` and `Load` of each rank in one microbatch."""
-
-Route = tuple[int, tuple[Range, ...], tuple[Range, ...]]
-"""(rank that encodes, rows there, rows here)."""
+from rayfcp.values.arrays import Ints, expanded
+from rayfcp.values.sequence import POSITIONS
 
 
-def check_features(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """Programs encode no image, or each image of the batch once, as large as it is, in the microbatch that loads
-    its tokens; each feature travels once, to the row of its token. `check_order` holds.
+def check_features(programs: Programs, sequences: Sequence[SequenceSpec]) -> None:
+    """Programs, which passed `check_progress`, encode no image, or each image of the batch once, as large as it is, in
+    the microbatch that loads its tokens; each feature travels once, to the row of its token.
 
     Raises:
         ValueError: names the microbatch and the rank.
     """
-    encoded = [{item.microbatch: item for item in of_kind(program, Encode)} for program in programs]
-    if not any(encoded):
+    if not any(programs.encodes):
         return
     images = ImageColumns.of(sequences)
-    loads = [{item.microbatch: item for item in of_kind(program, Load)} for program in programs]
-    for microbatch in loads[0]:
-        here = {piece.sequence for each in loads for piece in each[microbatch].pieces}
-        mine = images.among(here)
-        if microbatch not in encoded[0]:
-            if len(mine):
-                raise ValueError(
-                    f"microbatch {microbatch} loads sequence {mine.sequence[0]}, which has images, and encodes none; "
-                    "lower the plan again"
-                )
-            continue
-        parts = [(each[microbatch], load[microbatch]) for each, load in zip(encoded, loads, strict=True)]
-        _check_once(parts, mine, microbatch=microbatch)
-        _check_routes(parts, mine, microbatch=microbatch)
+    for microbatch, (encodes, pieces) in enumerate(zip(programs.encodes, programs.pieces, strict=True)):
+        mine = images.among(np.unique(pieces.sequence).tolist())
+        if encodes:
+            _check_once(encodes, mine, microbatch=microbatch)
+            _check_routes(encodes, pieces, mine, microbatch=microbatch)
+        elif len(mine):
+            raise ValueError(
+                f"microbatch {microbatch} loads sequence {mine.sequence[0]}, which has images, and encodes none; "
+                "lower the plan again"
+            )
 
 
-def _check_once(parts: Parts, mine: ImageColumns, *, microbatch: int) -> None:
+def _check_once(encodes: Sequence[Encode], mine: ImageColumns, *, microbatch: int) -> None:
     due = Counter(
         zip(*(each.tolist() for each in (mine.sequence, mine.number, mine.patches, mine.tokens)), strict=True)
     )
     found = Counter(
         (run.sequence, number, run.num_patches, run.num_tokens)
-        for item, _ in parts
+        for item in encodes
         for run in item.images
         for number in range(run.first, run.last)
     )
@@ -61,51 +53,76 @@ def _check_once(parts: Parts, mine: ImageColumns, *, microbatch: int) -> None:
         )
 
 
-def _check_routes(parts: Parts, mine: ImageColumns, *, microbatch: int) -> None:
+def _check_routes(encodes: Sequence[Encode], pieces: Pieces, mine: ImageColumns, *, microbatch: int) -> None:
     """Every encoded row leaves once or stays, and the feature that arrives at a row is that of the token loaded
     there."""
-    made = [_made(item, mine) for item, _ in parts]
-    for rank, (item, load) in enumerate(parts):
+    made = [_made(item, mine) for item in encodes]
+    left = [np.zeros(len(tokens), np.int64) for tokens in made]
+    for rank, item in enumerate(encodes):
         where, features = f"rank {rank}, microbatch {microbatch}", item.features
-        due = Tokens.of(load.pieces).cut(item.rows)
-        routes: list[Route] = [(rank, (there,), (here,)) for there, here in features.kept]
-        leaving = [there for there, _ in features.kept]
-        for index, step in enumerate(features.rounds):
-            leaving += step.send.ranges if step.send else ()
-            if step.receive:
-                sent = parts[step.receive.peer][0].features.rounds[index].send
-                assert sent is not None, "messages meet"
-                routes.append((step.receive.peer, sent.ranges, step.receive.ranges))
+        here = slice(*pieces.first[rank : rank + 2].tolist())
+        loaded = _tokens(pieces.sequence[here], pieces.start[here], pieces.stop[here])
+        due = loaded[_rows(item.rows, len(loaded), what=f"{where}: rows that take features")]
         sizes = (features.rank, features.num_ranks, features.num_tokens, features.num_placed)
-        if sizes != (rank, len(parts), made[rank].num_tokens, due.num_tokens):
+        if sizes != (rank, len(encodes), len(made[rank]), len(due)):
             raise ValueError(
                 f"{where}: features have (rank, num_ranks, num_tokens, num_placed) {sizes}, must be of this rank "
                 "and of the rows that it encodes and takes; lower the plan again"
             )
-        _check_tiles(leaving, features.num_tokens, what=f"{where}: rows of features that leave the encoder")
-        arriving = [span for _, _, here in routes for span in here]
-        _check_tiles(arriving, features.num_placed, what=f"{where}: rows of features that arrive")
-        for source, there, here in routes:
-            found, wanted = made[source].cut(there), due.cut(here)
-            if found != wanted:
+        came = np.zeros(len(due), np.int64)
+        for source, ranges, places in _routes(encodes, rank):
+            row = _rows(ranges, len(made[source]), what=f"{where}: features from rank {source}")
+            place = _rows(places, len(due), what=f"{where}: rows of features that arrive")
+            if len(row) != len(place) or (made[source][row] != due[place]).any():
                 raise ValueError(
-                    f"{where}: features of tokens {found} from rank {source} come to rows of tokens {wanted}; lower "
-                    "the plan again"
+                    f"{where}: features from rank {source} come to the rows of other tokens; lower the plan again"
                 )
+            np.add.at(left[source], row, 1)
+            np.add.at(came, place, 1)
+        _check_each_once(came, what=f"{where}: rows of features that arrive")
+    for rank, times in enumerate(left):
+        _check_each_once(times, what=f"rank {rank}, microbatch {microbatch}: rows of features that leave the encoder")
 
 
-def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
-    """Each row is in exactly one of the ranges."""
-    at = 0
-    for start, stop in [*sorted(ranges), (num_rows, num_rows + 1)]:
-        if start != at or stop <= start:
-            raise ValueError(f"{what}: [{start}, {stop}) where row {at} of {num_rows} is due; each must be there once")
-        at = stop
+def _routes(encodes: Sequence[Encode], rank: int) -> Iterator[tuple[int, Sequence[Range], Sequence[Range]]]:
+    """The rank that encodes, rows there, rows here: of all features that come to a rank."""
+    for there, here in encodes[rank].features.kept:
+        yield rank, (there,), (here,)
+    for index, step in enumerate(encodes[rank].features.rounds):
+        if step.receive:
+            sent = encodes[step.receive.peer].features.rounds[index].send
+            assert sent is not None, "messages meet"
+            yield step.receive.peer, sent.ranges, step.receive.ranges
 
 
-def _made(item: Encode, mine: ImageColumns) -> Tokens:
+def _rows(ranges: Sequence[Range], count: int, *, what: str) -> Ints:
+    """The rows of ranges, in their order.
+
+    Raises:
+        ValueError: a range is not within `count` rows.
+    """
+    start, stop = np.array(ranges, np.int64).reshape(-1, 2).T
+    if ((start < 0) | (start >= stop) | (stop > count)).any():
+        raise ValueError(f"{what} are {tuple(ranges)}, must be within {count} rows; lower the plan again")
+    at, step = expanded(stop - start)
+    return np.asarray(start[at] + step)
+
+
+def _check_each_once(times: Ints, *, what: str) -> None:
+    if (times != 1).any():
+        row = int(np.argmax(times != 1))
+        raise ValueError(f"{what}: row {row} of {len(times)} is there {times[row]} times, must be once")
+
+
+def _made(item: Encode, mine: ImageColumns) -> Ints:
     """The tokens of the images that a rank encodes, in order."""
     shares = [EncoderShare(rank=0, sequence=run.sequence, first=run.first, last=run.last) for run in item.images]
     places = [place for low, high in mine.places(shares) for place in range(low, high)]
     start = mine.start[places]
-    return Tokens(mine.sequence[places], start=start, stop=start + mine.tokens[places])
+    return _tokens(mine.sequence[places], start, start + mine.tokens[places])
+
+
+def _tokens(sequence: Ints, start: Ints, stop: Ints) -> Ints:
+    """A number for each token of ranges, in order."""
+    at, step = expanded(stop - start)
+    return np.asarray(sequence[at].astype(np.int64) * POSITIONS + start[at] + step)

@@ -4,33 +4,25 @@ A plan's own claims (sizes, groups, pipelines, predicted seconds) are checked be
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-
-import numpy as np
 
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.layout import layouts_of
-from rayfcp.program.attention import padding_number
-from rayfcp.program.instructions import Column, Load, Piece, RankProgram
 from rayfcp.program.lower import lower
-from rayfcp.program.order import attention_by_kind
 from rayfcp.program.programs import Programs
 from rayfcp.program.progress import check_progress
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
-    LayerKind,
     Layout,
     MicrobatchPlan,
     PipelinePlan,
     SequenceSpec,
 )
-from rayfcp.verify.columns import proved
+from rayfcp.verify.columns import check_columns
 from rayfcp.verify.features import check_features
-from rayfcp.verify.heads import Past, RankPart, first_heads
 from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
-from rayfcp.verify.replay import Replay, check_pairs
 
 
 def check_pipelines(plan: BatchPlan, *, cluster: ClusterSpec) -> None:
@@ -231,23 +223,16 @@ def check_plan(
         check_memory(programs, cost=cost)
 
 
-def check_programs(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """Prove the programs of all ranks and stages, however they were made: `Programs` in columns where that can be
-    (`rayfcp.verify.columns`), others instruction by instruction.
+def check_programs(programs: Programs, sequences: Sequence[SequenceSpec]) -> None:
+    """Prove the programs of all ranks and stages.
 
     Raises:
         ValueError: instructions, tokens, images, features, pairs or gradients are missing, double or out of order,
             or a rank would wait forever.
     """
     check_progress(programs)
-    if isinstance(programs, Programs):
-        if not any(programs.encodes) and proved(programs, sequences):
-            return
-        programs = tuple(programs)
-        check_progress(programs)
-    _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike
+    check_columns(programs, sequences)
     check_features(programs, sequences)
-    _check_attention(programs, sequences)
 
 
 def _check_matchings(layout: Layout, number: int) -> None:
@@ -267,80 +252,4 @@ def _check_memory(layout: Layout, number: int, *, cluster: ClusterSpec) -> None:
             raise ValueError(
                 f"microbatch {number}: rank {rank} holds {num_tokens} tokens, the bound is "
                 f"{cluster.max_tokens_per_rank} (max_tokens_per_rank); use more microbatches"
-            )
-
-
-def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    for program in programs:
-        for item in program.instructions:
-            for piece in item.pieces if isinstance(item, Load) else ():
-                pieces[piece.sequence].append(piece)
-    unknown = set(pieces) - {sequence.id for sequence in sequences}
-    if unknown:
-        raise ValueError(f"plan places sequences {sorted(unknown)}, which the batch does not have")
-    for sequence in sequences:
-        at = 0
-        for piece in sorted(pieces[sequence.id], key=lambda piece: (piece.start, piece.stop)):
-            if piece.start != at or piece.stop <= piece.start:
-                raise ValueError(
-                    f"sequence {sequence.id}: piece [{piece.start}, {piece.stop}) where token {at} is due; "
-                    "each token is placed once"
-                )
-            at = piece.stop
-        if at != sequence.num_tokens:
-            raise ValueError(
-                f"sequence {sequence.id}: {at} of {sequence.num_tokens} tokens are placed; each must be, once"
-            )
-
-
-def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """In layers of each kind: each pair once in each direction; each partial dK, dV home once; forward and backward
-    agree.
-
-    Pairs of slices of a sequence add up over microbatches to those of the sequence. The partial of a context goes home
-    to the slot from which it is added to the earlier microbatch's, whose backward pass is still to come
-    (`check_order`).
-    """
-    loads = [
-        [item for item in each.instructions if isinstance(item, Load)] for each in programs[: programs[0].num_ranks]
-    ]
-    for kind, of_ranks in attention_by_kind(programs).items():
-        rows = zip(zip(*of_ranks, strict=True), zip(*loads, strict=True), strict=True)
-        microbatches = [list(zip(parts, loaded, strict=True)) for parts, loaded in rows]
-        _check_kind(microbatches, sequences, kind=kind)
-
-
-def _check_kind(
-    microbatches: Sequence[Sequence[RankPart]], sequences: Sequence[SequenceSpec], *, kind: LayerKind
-) -> None:
-    computed: dict[bool, list[Column]] = {False: [], True: []}
-    earlier: list[Past] = []
-    for parts in microbatches:
-        held = first_heads(parts, earlier=earlier)
-        earlier.append((parts, held))
-        for backward in (False, True):
-            replay = Replay(held, backward=backward)
-            pairs = replay.pairs()
-            _check_padding(pairs, parts)
-            computed[backward].append(pairs[pairs[:, 0] >= 0])
-        home = replay.partials_at_home()
-        wrong = [key for key in replay.partials if home[key] != 1]
-        if wrong or replay.lost_partials():
-            raise ValueError(f"dK, dV of attends {wrong[:1]} (rank, round, slot) do not reach their owner exactly once")
-    forward, backward_too = (np.concatenate(pairs) for pairs in computed.values())
-    check_pairs(forward, sequences, kind=kind, direction="forward")
-    if not np.array_equal(forward, backward_too):
-        check_pairs(backward_too, sequences, kind=kind, direction="backward")
-
-
-def _check_padding(pairs: Column, parts: Sequence[RankPart]) -> None:
-    """Each rank without tokens computes its padding token's one pair once."""
-    computed = Counter(pairs[pairs[:, 0] < 0, 0].tolist())
-    for rank, (_, load) in enumerate(parts):
-        times = computed[padding_number(rank)]
-        if not load.pieces and times != 1:
-            raise ValueError(
-                f"rank {rank}, microbatch {load.microbatch}: the pair of the padding token is computed {times} times, "
-                "must be once; lower the plan again"
             )

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-import pytest
-
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import Forward, HeadProgram, RankProgram
@@ -23,9 +21,7 @@ from rayfcp.values import (
     SequenceSpec,
     Transfer,
 )
-from rayfcp.verify import check_programs
 from tests.masks import specs
-from tests.program.random_changes import mutate
 
 SHORT_SEARCH = PlanConfig(search_moves=1000, primitives=("ring",))
 """Plans need not be good here: their programs are what is tested."""
@@ -136,17 +132,3 @@ def one_group(lengths: list[int], ranks: tuple[int, ...]) -> tuple[BatchPlan, li
     microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0)
     plan, _, _ = random_plan(0, num_ranks=max(ranks) + 1)
     return replace(plan, microbatches=(microbatch,), recomputed_layers=1, predicted_s=1.0, lower_bound_s=0.0), sequences
-
-
-def assert_one_change_is_found(
-    programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec], *, seed: int
-) -> None:
-    """The validator takes the programs, and refuses them when one thing of one rank is changed."""
-    check_programs(tuple(programs), sequences)
-    rng = random.Random(seed)
-    rank = rng.randrange(len(programs))
-    mutated = mutate(programs[rank], rng)
-    if mutated == programs[rank]:
-        return
-    with pytest.raises(ValueError):
-        check_programs((*programs[:rank], mutated, *programs[rank + 1 :]), sequences)

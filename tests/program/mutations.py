@@ -1,20 +1,9 @@
-"""Everything that can be wrong with a plan or with programs, as functions that make it wrong."""
+"""Everything that can be wrong with a plan, as functions that make it wrong."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from rayfcp.program import (
-    AttentionRound,
-    Backward,
-    Forward,
-    Instruction,
-    Load,
-    Message,
-    Payload,
-    RankProgram,
-)
 from rayfcp.values import BatchPlan, Layout, Round
 
 PlanMutation = Callable[[BatchPlan, Layout], BatchPlan]
@@ -130,79 +119,3 @@ PLAN_MUTATIONS: dict[str, PlanMutation] = {
         plan, _with_transfer(layout, blocks=layout.rounds[0].transfers[0].blocks[1:])
     ),
 }
-
-
-Programs = Sequence[RankProgram]
-Instructions = tuple[Instruction, ...]
-
-
-def _all(change: Callable[[Instructions], Sequence[Instruction]]) -> Callable[[Programs], Programs]:
-    """The same change of the instructions on all ranks."""
-    return lambda programs: [replace(program, instructions=tuple(change(program.instructions))) for program in programs]
-
-
-def _each(kind: type, change: Callable[[Any], Instruction]) -> Callable[[Programs], Programs]:
-    """The same change of each instruction of a kind on all ranks."""
-    return _all(lambda items: [change(item) if isinstance(item, kind) else item for item in items])
-
-
-def _with_shorter_gradients(item: Forward) -> Forward:
-    """Gradients of a slot's tokens but the last; both ends of the message agree."""
-
-    def shorter(messages: Sequence[Message]) -> tuple[Message, ...]:
-        return tuple(
-            replace(each, ranges=_without_last(each.ranges)) if each.payload is Payload.GRAD else each
-            for each in messages
-        )
-
-    backward = tuple(
-        replace(step, sends=shorter(step.sends), receives=shorter(step.receives)) for step in item.attention.backward
-    )
-    return replace(item, attention=replace(item.attention, backward=backward))
-
-
-def _without_last(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    start, stop = ranges[-1]
-    return (*ranges[:-1], (start, stop - 1)) if stop - start > 1 else ranges[:-1]
-
-
-PROGRAM_MUTATIONS: dict[str, Callable[[Programs], Programs]] = {
-    "no programs": lambda _: [],
-    "no instructions": _all(lambda _: ()),
-    "no load": _all(lambda items: [item for item in items if not isinstance(item, Load)]),
-    "no forward": _all(lambda items: [item for item in items if not isinstance(item, Forward)]),
-    "no backward": _all(lambda items: [item for item in items if not isinstance(item, Backward)]),
-    "backward twice": _all(lambda items: (*items, items[-1])),
-    "all reversed": _all(lambda items: items[::-1]),
-    "microbatches reversed": _all(lambda items: sorted(items, key=lambda item: -item.microbatch)),
-    "backward before forward": _all(lambda items: (items[0], items[2], items[1], *items[3:])),
-    "gradients never summed": _each(Backward, lambda item: replace(item, reduce=False)),
-    "gradients summed in the first microbatch only": _each(
-        Backward, lambda item: replace(item, reduce=item.microbatch == 0)
-    ),
-    "microbatches that count from 1": _each(object, lambda item: replace(item, microbatch=item.microbatch + 1)),
-    "a token too many": _each(Forward, lambda item: with_num_tokens(item, item.attention.num_tokens + 1)),
-    "a token too few": _each(Forward, lambda item: with_num_tokens(item, item.attention.num_tokens - 1)),
-    "fewer than no recomputed layers": _each(Forward, lambda item: replace(item, recomputed_layers=-1)),
-    "ranks in another order": lambda programs: [programs[1], programs[0], *programs[2:]],
-    "a rank too few": lambda programs: programs[:-1],
-    "another number of ranks": lambda programs: [replace(each, num_ranks=each.num_ranks + 1) for each in programs],
-    "a stage that is not there": lambda programs: [replace(each, stage=each.num_stages) for each in programs],
-    "gradients of all tokens but one": _each(Forward, _with_shorter_gradients),
-    "a message of each rank to itself": lambda programs: [_with_own_message(each) for each in programs],
-}
-
-
-def with_num_tokens(item: Forward, num_tokens: int) -> Forward:
-    return replace(item, attention=replace(item.attention, num_tokens=num_tokens))
-
-
-def _with_own_message(program: RankProgram) -> RankProgram:
-    """Rank r sends its slot 0 to itself, into a slot that nobody reads."""
-    load, forward, *rest = program.instructions
-    assert isinstance(forward, Forward)
-    whole = ((0, forward.attention.num_tokens),)
-    sent = Message(peer=program.rank, payload=Payload.KV, slot=0, ranges=whole)
-    step = AttentionRound(sends=(sent,), receives=(replace(sent, slot=1000),))
-    attention = replace(forward.attention, forward=(*forward.attention.forward, step))
-    return replace(program, instructions=(load, replace(forward, attention=attention), *rest))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
-from rayfcp.program import Encode, Load, RankProgram
-from rayfcp.program import lower as lower_plan
+from rayfcp.program import Encode, Load, RankProgram, lower
 from rayfcp.values import BatchPlan, ClusterSpec, EncoderShare, Images, SequenceSpec
 from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
@@ -31,10 +30,6 @@ def planned(
     return plan_batch(batch, cluster=cluster, cost=cost, strategy=strategy, options=OPTIONS), cluster
 
 
-def lowered(plan: BatchPlan, batch: list[SequenceSpec]) -> tuple[RankProgram, ...]:
-    return lower_plan(plan, batch)
-
-
 @given(batches_with_images(), st.integers(1, 4), st.sampled_from(STRATEGIES), st.integers(1, 3), st.booleans())
 @examples(20)
 def test_every_strategys_plan_is_proven_and_prints(
@@ -44,7 +39,7 @@ def test_every_strategys_plan_is_proven_and_prints(
         num_ranks = 4  # divides the heads
     plan, cluster = planned(batch, num_ranks=num_ranks, strategy=strategy, parts=parts, frozen=frozen)
     check_plan(plan, batch, cluster=cluster, cost=seeing_cost(num_ranks, frozen=frozen))
-    programs = lowered(plan, batch)
+    programs = tuple(lower(plan, batch))
     assert arrivals(programs, batch) == {
         (each.id, token): 1 for each in batch for run in each.images for a, b in run.ranges() for token in range(a, b)
     }
@@ -134,21 +129,20 @@ def changed(item: Encode, rng: random.Random) -> Encode | None:
 def test_one_change_of_an_encode_is_found(batch: list[SequenceSpec], num_ranks: int, strategy: str, seed: int) -> None:
     rng = random.Random(seed)
     plan, _ = planned(batch, num_ranks=num_ranks, strategy=strategy, parts=2)
-    programs = lowered(plan, batch)
+    programs = lower(plan, batch)
     check_programs(programs, batch)
-    rank = rng.randrange(num_ranks)
-    items = [(at, item) for at, item in enumerate(programs[rank].instructions) if isinstance(item, Encode)]
-    if not items:
+    numbers = [at for at, items in enumerate(programs.encodes) if items]
+    if not numbers:
         return
-    at, item = rng.choice(items)
-    one = changed(item, rng)
-    others_encode = num_ranks > 1 or len(items) > 1  # programs may also encode nothing at all
-    for put in ([one] if one else None, [item, item], [] if others_encode else None):
-        if put is not None:
-            instructions = (*programs[rank].instructions[:at], *put, *programs[rank].instructions[at + 1 :])
-            wrong = replace(programs[rank], instructions=instructions)
-            with pytest.raises(ValueError):
-                check_programs((*programs[:rank], wrong, *programs[rank + 1 :]), batch)
+    number, rank = rng.choice(numbers), rng.randrange(num_ranks)
+    items = programs.encodes[number]
+    one = changed(items[rank], rng)
+    put = [one] if one else []
+    others_encode = len(numbers) > 1  # programs may also encode nothing at all
+    for other in ((*items[:rank], *put, *items[rank + 1 :]), *([()] if others_encode else [])):
+        encodes = (*programs.encodes[:number], other, *programs.encodes[number + 1 :])
+        with pytest.raises(ValueError):
+            check_programs(programs.replaced(encodes=encodes), batch)
 
 
 IMAGE = SequenceSpec(id=0, num_tokens=9, num_targets=8, images=(Images(start=1, num_tokens=4, num_patches=16),))
@@ -179,6 +173,6 @@ def test_the_last_microbatch_encodes_too() -> None:
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=2000)
     plan = plan_batch([IMAGE, text], cluster=cluster, cost=seeing_cost(1), strategy="flex-ring")
     assert [bool(each.encoding) for each in plan.microbatches] == [True, False]
-    (program,) = lowered(plan, [IMAGE, text])
+    (program,) = lower(plan, [IMAGE, text])
     assert [type(item).__name__ for item in program.instructions] == ["Load", "Encode", "Forward", "Backward"] * 2
     assert plan.microbatches[1].encoder_s > 0

@@ -6,9 +6,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import HeadProgram, Payload, head_rounds, lower
+from rayfcp.program import AttentionRound, HeadProgram, Payload, exchange_rounds, lower
 from tests.examples import examples
 from tests.program.helpers import heads_of, one_group
+
+
+def head_rounds(program: HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
+    """The rounds of a rank: one exchange, the attention's rounds, the other exchange."""
+    before, after = (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT)
+    return (
+        *exchange_rounds(program, rank=rank, payload=before),
+        *(program.attention.backward if backward else program.attention.forward),
+        *exchange_rounds(program, rank=rank, payload=after),
+    )
 
 
 def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, seen: np.ndarray) -> np.ndarray:

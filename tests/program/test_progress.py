@@ -13,9 +13,9 @@ from rayfcp.program import (
     Backward,
     Forward,
     Free,
-    HeadProgram,
     Instruction,
     Load,
+    Programs,
     RankProgram,
     Receive,
     Send,
@@ -26,9 +26,10 @@ from rayfcp.program import (
 from rayfcp.values import Group, PipelinePlan, Primitive
 from tests.examples import examples
 from tests.masks import specs
+from tests.program.changes import with_outlines, with_parts
 from tests.program.pipelines import actions, chunk, plan_of, random_pipelines, split_split_hybrid
 
-Programs = list[RankProgram]
+Outlines = list[RankProgram]
 
 
 class Stepping:
@@ -107,11 +108,7 @@ def strewn(program: RankProgram, rng: random.Random) -> RankProgram:
 def test_progress_agrees_with_stepping_each_device(seed: int, num_stages: int) -> None:
     rng = random.Random(seed)
     plan, sequences = random_pipelines(seed % 50, num_stages=num_stages, num_ranks=2)
-    programs = list(lower(plan, sequences))
-    alike = rng.random() < 0.5
-    draws = [rng.randrange(10**6) for _ in range(num_stages)]
-    for at, program in enumerate(programs):
-        programs[at] = strewn(program, random.Random(draws[program.stage]) if alike else rng)
+    programs = with_outlines(lower(plan, sequences), lambda outlines: [strewn(each, rng) for each in outlines])
     try:
         check_progress(programs)
     except ValueError as problem:
@@ -123,11 +120,11 @@ def test_progress_agrees_with_stepping_each_device(seed: int, num_stages: int) -
 
 def on_stage(
     stage: int, change: Callable[[list[Instruction]], Sequence[Instruction]]
-) -> Callable[[Programs], Programs]:
-    """The same change on all ranks of a stage."""
-    return lambda programs: [
+) -> Callable[[Outlines], Outlines]:
+    """A change on all ranks of a stage."""
+    return lambda outlines: [
         replace(each, instructions=tuple(change(list(each.instructions)))) if each.stage == stage else each
-        for each in programs
+        for each in outlines
     ]
 
 
@@ -154,7 +151,7 @@ def moved(kind: type, microbatch: int, *, to: int) -> Callable[[list[Instruction
     return change
 
 
-STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
+STAGE_MUTATIONS: dict[str, tuple[Callable[[Outlines], Outlines], str]] = {
     "a send lost": (on_stage(0, without(Send, 1)), "microbatch 1: instructions are"),
     "a receive lost": (on_stage(1, without(Receive, 1)), "microbatch 1: instructions are"),
     "a send twice": (
@@ -164,8 +161,6 @@ STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
     "a send of another flow": (on_stage(0, changed(Send, flow=StageFlow.GRADIENT)), "Send of the gradient"),
     "a send to a stage that is none": (on_stage(1, changed(Send, stage=2)), "to stage 2.*must be"),
     "a send to itself": (on_stage(0, changed(Send, stage=0)), "to stage 0.*must be"),
-    "a send of other tokens": (on_stage(0, changed(Send, num_tokens=5)), "of microbatch 0, 5 tokens, .*must be"),
-    "a receive of other tokens": (on_stage(1, changed(Receive, num_tokens=5)), "of microbatch 0, 5 tokens, .*must be"),
     "a receive after its pass": (on_stage(1, moved(Receive, 0, to=-1)), "microbatch 0: instructions are"),
     "a send before its pass": (on_stage(0, moved(Send, 0, to=0)), r"microbatch 0: instructions are \['Send"),
     "sends that change places": (on_stage(0, moved(Send, 0, to=8)), "match in order"),
@@ -173,25 +168,20 @@ STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
     "a free twice": (on_stage(0, lambda items: [*items, items[-1]]), "'Free', 'Free'.*must be"),
     "a free of nothing": (on_stage(1, lambda items: [*items, Free(microbatch=2)]), "'Free'.*must be"),
     "a free before its backward": (on_stage(0, moved(Free, 0, to=0)), r"instructions are \['Free'"),
-    "a stage that attends otherwise": (
-        on_stage(1, lambda items: [replace(e, pieces=()) if isinstance(e, Load) else e for e in items]),
-        "same on all stages",
+    "stages that change places": (lambda outlines: outlines[::-1], "position 0 has .* must have"),
+    "a stage of another plan": (
+        lambda outlines: [*outlines[:-1], replace(outlines[-1], plan_hash="0" * 16)],
+        "plan_hash.* one plan for all stages",
     ),
-    "a stage without its programs": (lambda programs: programs[:2], "programs of all ranks and stages"),
-    "stages that change places": (lambda programs: [*programs[2:], *programs[:2]], "stage by stage"),
-    "other layers recomputed on one rank": (
-        lambda programs: [
-            *programs[:3],
-            replace(
-                programs[3],
-                instructions=tuple(
-                    replace(each, recomputed_layers=2) if isinstance(each, Forward) else each
-                    for each in programs[3].instructions
-                ),
-            ),
-        ],
-        "must be the same on all ranks of a stage",
+    "a microbatch not passed forward": (on_stage(0, without(Forward, 1)), r"Forward names microbatches \[0, 2\]"),
+    "a microbatch not passed backward": (on_stage(0, without(Backward, 1)), "microbatch 1: instructions are"),
+    "passes out of order": (on_stage(0, moved(Forward, 0, to=-1)), "Forward names microbatches"),
+    "fewer than no recomputed layers": (on_stage(1, changed(Forward, recomputed_layers=-1)), "must be at least 0"),
+    "gradients never summed": (
+        on_stage(1, lambda items: [replace(e, reduce=False) if isinstance(e, Backward) else e for e in items]),
+        "reduce is False in the last Backward",
     ),
+    "a load twice": (on_stage(0, lambda items: [*items, items[0]]), "Load names microbatches"),
 }
 
 
@@ -199,11 +189,11 @@ STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
 @pytest.mark.parametrize("name", STAGE_MUTATIONS)
 def test_mutated_stages_are_refused(name: str, primitive: Primitive) -> None:
     plan, sequences = split_split_hybrid(primitive)
-    programs = list(lower(plan, sequences))
+    programs = lower(plan, sequences)
     check_progress(programs)
     change, named = STAGE_MUTATIONS[name]
     with pytest.raises(ValueError, match=named):
-        check_progress(change(programs))
+        check_progress(with_outlines(programs, change))
 
 
 def whole(*orders: str) -> Programs:
@@ -217,7 +207,7 @@ def whole(*orders: str) -> Programs:
         recomputed_layers=((0, 0),) * len(orders),
         predicted_s=2.0,
     )
-    return list(lower(plan_of(microbatches, [only], num_ranks=2), sequences))
+    return lower(plan_of(microbatches, [only], num_ranks=2), sequences)
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
@@ -248,19 +238,8 @@ def test_a_slice_before_the_slices_that_read_it_is_refused(primitive: Primitive)
 @pytest.mark.parametrize("primitive", Primitive)
 def test_context_that_is_not_kept_is_refused(primitive: Primitive) -> None:
     plan, sequences = split_split_hybrid(primitive, num_stages=1)
-    programs = [
-        replace(each, instructions=tuple(_forgetful(item) for item in each.instructions))
-        for each in lower(plan, sequences)
-    ]
+    programs = lower(plan, sequences)
+    (kind, (first, *others)) = next(iter(programs.attention.items()))
+    less = replace(first, kept=first.kept._replace(stop=first.kept.stop - 1))
     with pytest.raises(ValueError, match="must be what later microbatches read of it"):
-        check_progress(programs)
-
-
-def _forgetful(item: Instruction) -> Instruction:
-    """A forward pass that keeps all but the last token of what it kept."""
-    if not isinstance(item, Forward) or not item.attention.inner.kept:
-        return item
-    inner = replace(item.attention.inner, kept=((0, item.attention.inner.num_tokens - 1),))
-    if isinstance(item.attention, HeadProgram):
-        return replace(item, attention=replace(item.attention, attention=inner))
-    return replace(item, attention=inner)
+        check_progress(with_parts(programs, attention={kind: (less, *others)}))

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from rayfcp.cost.memory import layer_bytes, stage_state_bytes
-from rayfcp.program import RankProgram, Send, lower
+from rayfcp.program import Forward, Programs, RankProgram, Send, lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.values import Action, HardwareProfile, PipelinePlan, Primitive, Slice, SpanKind
 from tests.masks import specs
+from tests.program.changes import with_outlines
 from tests.simulate.helpers import MODEL, machine, plan_of, root_parameters
 from tests.simulate.pipelines import actions, gpipe, one_f_one_b, pipeline, plan_of_chunks
 
@@ -178,6 +179,17 @@ def test_spans_name_stages_and_what_they_wait_for() -> None:
     assert {span.stage for span in timeline.spans if span.kind is SpanKind.ATTENTION} == {0, 1}
 
 
+def without(programs: Programs, stage: int, kind: type) -> Programs:
+    """The programs without the instruction of a kind of a stage's microbatch 1."""
+
+    def kept(outlines: list[RankProgram]) -> list[RankProgram]:
+        items = outlines[stage].instructions
+        left = tuple(item for item in items if not (isinstance(item, kind) and item.microbatch == 1))
+        return [*outlines[:stage], replace(outlines[stage], instructions=left), *outlines[stage + 1 :]]
+
+    return with_outlines(programs, kept)
+
+
 def test_pipelines_that_cannot_run_are_refused() -> None:
     programs = staged_programs([[0] * 3] * 2)
     with pytest.raises(ValueError, match=r"layers_of_stage is .3, 2., must be at least 1 each and 4 together"):
@@ -186,14 +198,9 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
         simulate(programs, model=MODEL, hardware=machine(), layers_of_stage=(4,))
     with pytest.raises(ValueError, match="node_of_rank has 3 entries, must have one for each of 2"):
         simulate(programs, model=MODEL, hardware=machine(), node_of_rank=(0, 0, 1))
-    other = staged_programs([[0] * 3] * 2)[1]
-    different = replace(other, instructions=(*other.instructions[:2], *other.instructions[3:]))
-    with pytest.raises(ValueError, match="Forward names microbatches"):
-        simulate((programs[0], different), model=MODEL, hardware=machine())
-    kept = tuple(item for item in programs[0].instructions if not (isinstance(item, Send) and item.microbatch == 1))
-    unsent = replace(programs[0], instructions=kept)
-    with pytest.raises(ValueError, match="microbatch 1: instructions are"):
-        simulate((unsent, programs[1]), model=MODEL, hardware=machine())
+    for stage, lost, named in ((1, Forward, "Forward names microbatches"), (0, Send, "microbatch 1: instructions are")):
+        with pytest.raises(ValueError, match=named):
+            simulate(without(programs, stage, lost), model=MODEL, hardware=machine())
     crossed: list[tuple[Action, ...]] = [actions("F0 B0 F1 B1"), actions("F0 F1 B0 B1")]
     plan: PipelinePlan = pipeline(crossed)
     with pytest.raises(ValueError, match="would wait forever"):

@@ -13,6 +13,7 @@ from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.telemetry.trace import write_trace
 from rayfcp.values import Primitive, SpanKind
 from tests.masks import specs
+from tests.program.changes import with_outlines, with_parts
 from tests.simulate.helpers import MODEL, cost_of, lone_group, machine, plan_of
 
 LENGTHS = [400, 100, 60, 40, 30]
@@ -85,18 +86,13 @@ def test_a_trace_holds_every_span(tmp_path: Path) -> None:
 
 def test_programs_that_disagree_are_refused() -> None:
     programs = lower(PLAN, specs(LENGTHS))
-    with pytest.raises(ValueError, match="programs is empty"):
-        simulate((), model=MODEL, hardware=machine())
-    with pytest.raises(ValueError, match="in the order of ranks"):
-        simulate(programs[::-1], model=MODEL, hardware=machine())
-    with pytest.raises(ValueError, match="reduce is False in the last Backward"):
-        simulate(
-            (replace(programs[0], instructions=programs[0].instructions[:3]), *programs[1:]),
-            model=MODEL,
-            hardware=machine(),
-        )
-    other = lone_group(300, degree=3)
-    with pytest.raises(ValueError, match="rank 0 sends kv of 100 tokens where rank 1 expects kv of 167"):
-        simulate((other[0], *lone_group(500, degree=3)[1:]), model=MODEL, hardware=machine())
+    unfinished = with_outlines(
+        programs, lambda outlines: [replace(each, instructions=each.instructions[:3]) for each in outlines]
+    )
+    with pytest.raises(ValueError, match=r"Load names microbatches \[0\]"):
+        simulate(unfinished, model=MODEL, hardware=machine())
+    other = with_parts(programs, pieces=lower(PLAN, specs([each + 9 for each in LENGTHS])).pieces)
+    with pytest.raises(ValueError, match="ranks attend over other numbers of tokens than they load"):
+        simulate(other, model=MODEL, hardware=machine())
     with pytest.raises(ValueError, match="intra_node_bandwidth is 0"):
         simulate(programs, model=MODEL, hardware=machine(intra_node_bandwidth=0))
