@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 from collections import defaultdict
@@ -70,9 +71,9 @@ def main() -> None:
         found: dict[str, list[Run]] = defaultdict(list)
         for number in range(arguments.rounds):
             for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
-                found[kind].append(
-                    _run(folder / f"{kind}-{number}", arguments, every=kind, profile=profile.profile_path)
-                )
+                run = _run(folder / f"{kind}-{number}", arguments, every=kind, profile=profile.profile_path)
+                found[kind].append(run)
+                print(f"round {number}, {kind}: {run}", file=sys.stderr, flush=True)  # noqa: T201
     print(page(found, arguments, state_bytes=_state_bytes(config)))  # noqa: T201
 
 

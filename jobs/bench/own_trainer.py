@@ -42,7 +42,9 @@ class HangingWorker(TimedWorker):
 
 
 def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[DeviceWorker] = TimedWorker) -> None:
-    """Train to the last step, whatever happens on the way."""
+    """Train to the last step, whatever happens on the way; a KeyboardInterrupt if the user stopped it."""
     assert moments_dir.name == MOMENTS_DIR
     data = config.data.model_copy(update={"paths": (data_dir,), "format": "prepared"})
-    FlexTrainer(config.model_copy(update={"data": data}), worker=worker).fit()
+    result = FlexTrainer(config.model_copy(update={"data": data}), worker=worker).fit()
+    if (result.metrics or {}).get("stopped"):
+        raise KeyboardInterrupt

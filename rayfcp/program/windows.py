@@ -101,7 +101,7 @@ class _Cut:
         owner = self._unit[blocks.rank[np.append(old.block, 0)[old.first[old.carried]]]]
         transfer, item = self._reaching(piece, unit, part=part, bounds=bounds)
         direct = np.unique(transfer)
-        joined = direct[owner[direct] == old.source[direct]]
+        joined = direct[owner[direct] == old.source[direct]]  # as one message: rounds stay matchings
         whole = np.flatnonzero(self.whole[part])
         first = np.searchsorted(whole, bounds)
         at, step = expanded(np.diff(first)[old.carried[joined]])
@@ -112,15 +112,16 @@ class _Cut:
         some = np.diff(first)[old.carried] > 0
         some[joined] = False
         before = np.flatnonzero(some)
+        rows = np.append(before, direct)
         found = Transfers(
-            round=old.round[np.append(before, direct)],
+            round=old.round[rows],
             source=np.append(old.source[before], owner[direct]),
-            target=old.target[np.append(before, direct)],
+            target=old.target[rows],
             carried=np.append(old.carried[before], len(bounds) - 1 + np.arange(len(direct))),
             first=np.append(first, first[-1] + ends),
             block=part[np.append(whole, item[order])],
         )
-        return _distinct(found, order=np.argsort(np.append(before, direct), kind="stable"))
+        return _distinct(found, order=np.argsort(rows, kind="stable"))
 
     def _parts(self) -> tuple[Ints, Ints]:
         """The pieces of all sets of blocks, in their order, and the bounds of sets."""
