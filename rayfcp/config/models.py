@@ -30,6 +30,11 @@ def as_primitives(value: Any) -> Any:
     return ("ring", "ulysses") if value == "auto" else as_list(value)
 
 
+def as_numbers(value: Any) -> Any:
+    """One number stands for a list of one."""
+    return (value,) if isinstance(value, int) else value
+
+
 def count_or_range(value: Any) -> Any:
     """A count or a range `[min, max]` of counts, checked as a whole so that one message covers both."""
     is_range = isinstance(value, list | tuple)
@@ -56,6 +61,7 @@ def known_device(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Bounds = Annotated[Literal["auto"] | Count | tuple[Count, Count], BeforeValidator(auto_or_range)]
@@ -468,6 +474,23 @@ class CheckpointConfig(Section):
     resume: str = Field(default="auto", description="auto, never, or a checkpoint folder")
 
 
+class ProfilerConfig(Section):
+    """Profiles of chosen steps."""
+
+    steps: Annotated[tuple[Count, ...], BeforeValidator(as_numbers)] = Field(
+        default=(), description="steps to profile; none if absent"
+    )
+    devices: Annotated[Literal["all"] | tuple[Index, ...], BeforeValidator(as_numbers)] = Field(
+        default=(0,), description="numbers of the devices to profile, or all"
+    )
+    tool: Literal["torch", "nsys"] = Field(
+        default="torch", description="torch.profiler; or Nsight Systems, which starts the workers then"
+    )
+    shapes: bool = Field(default=False, description="record shapes of operators' inputs")
+    memory: bool = Field(default=False, description="record allocations (torch)")
+    stacks: bool = Field(default=False, description="record Python stacks, which is slow (torch)")
+
+
 class MetricsConfig(Section):
     """Metrics, the live page and loggers."""
 
@@ -480,6 +503,7 @@ class MetricsConfig(Section):
     loggers: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(as_list)] = Field(
         default=(), description="other loggers that record each step; each is an extra of this package"
     )
+    profiler: ProfilerConfig = ProfilerConfig()
 
 
 class Config(Section):
