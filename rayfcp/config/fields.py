@@ -17,6 +17,11 @@ def as_primitives(value: Any) -> Any:
     return ("ring", "ulysses") if value == "auto" else as_list(value)
 
 
+def as_numbers(value: Any) -> Any:
+    """One number stands for a list of one."""
+    return (value,) if isinstance(value, int) else value
+
+
 def count_or_range(value: Any) -> Any:
     """A count or a range `[min, max]` of counts, checked as a whole so that one message covers both."""
     is_range = isinstance(value, list | tuple)
@@ -43,6 +48,7 @@ def known_device(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Bounds = Annotated[Literal["auto"] | Count | tuple[Count, Count], BeforeValidator(auto_or_range)]

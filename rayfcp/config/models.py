@@ -21,9 +21,11 @@ from rayfcp.config.fields import (
     Bounds,
     Count,
     Fraction,
+    Index,
     Section,
     Words,
     as_list,
+    as_numbers,
     as_primitives,
     count_or_range,
     known_device,
@@ -425,6 +427,23 @@ class CheckpointConfig(Section):
     resume: str = Field(default="auto", description="auto, never, or a checkpoint folder")
 
 
+class ProfilerConfig(Section):
+    """Profiles of chosen steps."""
+
+    steps: Annotated[tuple[Count, ...], BeforeValidator(as_numbers)] = Field(
+        default=(), description="steps to profile; none if absent"
+    )
+    devices: Annotated[Literal["all"] | tuple[Index, ...], BeforeValidator(as_numbers)] = Field(
+        default=(0,), description="numbers of the devices to profile, or all"
+    )
+    tool: Literal["torch", "nsys"] = Field(
+        default="torch", description="torch.profiler; or Nsight Systems, which starts the workers then"
+    )
+    shapes: bool = Field(default=False, description="record shapes of operators' inputs")
+    memory: bool = Field(default=False, description="record allocations (torch)")
+    stacks: bool = Field(default=False, description="record Python stacks, which is slow (torch)")
+
+
 class MetricsConfig(Section):
     """Metrics, the live page and loggers."""
 
@@ -437,6 +456,7 @@ class MetricsConfig(Section):
     loggers: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(as_list)] = Field(
         default=(), description="other loggers that record each step; each is an extra of this package"
     )
+    profiler: ProfilerConfig = ProfilerConfig()
 
 
 class Config(Section):

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,7 @@ from rayfcp.program import (
 from rayfcp.values import GlobalBatch, Span, SpanKind
 
 Tokens = npt.NDArray[np.int64]
+Annotate = Callable[[str], AbstractContextManager[object]]
 
 PADDING_TOKEN = 0
 
@@ -234,6 +235,8 @@ class Interpreter:
         self._attention = {"transport": transport, "kernel": kernel}
         self._device, self._waited, self._on_progress = torch.device(device), waited, on_progress
         self._clock = backend_of(self._device).clock(clock)
+        self.annotate: Annotate = nullcontext
+        """Context of each instruction that takes time, by its name, e.g. of a profiler."""
 
     def run(
         self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
@@ -269,7 +272,7 @@ class Interpreter:
     ) -> "_SpanRecord":
         """Run all instructions."""
         self._check(program)
-        record = _SpanRecord(program, self._clock, waited=self._waited)
+        record = _SpanRecord(program, self._clock, waited=self._waited, annotate=self.annotate)
         store = ContextStore(alone=not torch.is_grad_enabled())
         for at, item in enumerate(program.instructions):
             self._on_progress(at)
@@ -331,7 +334,8 @@ _SPAN_KINDS: dict[type, SpanKind] = {
 class _SpanRecord:
     """Spans of one program, and seconds waited in each microbatch."""
 
-    def __init__(self, program: RankProgram, clock: Clock, *, waited: Callable[[], float]) -> None:
+    def __init__(self, program: RankProgram, clock: Clock, *, waited: Callable[[], float], annotate: Annotate) -> None:
+        self._annotate = annotate
         self._marked: list[tuple[SpanKind, str, Mark, Mark]] = []
         self.waited_s: dict[int, float] = defaultdict(float)
         self._program, self._clock, self._waited = program, clock, waited
@@ -343,11 +347,12 @@ class _SpanRecord:
         if kind is None:
             yield
             return
+        label = f"{item.flow.value if isinstance(item, Receive) else kind.value} {item.microbatch}"
         start, waited_s = self._clock.mark(), self._waited()
-        yield
+        with self._annotate(label):
+            yield
         self.waited_s[item.microbatch] += self._waited() - waited_s
-        name = item.flow.value if isinstance(item, Receive) else kind.value
-        self._marked.append((kind, f"{name} {item.microbatch}", start, self._clock.mark()))
+        self._marked.append((kind, label, start, self._clock.mark()))
 
     def spans(self) -> tuple[Span, ...]:
         """All spans; read them when the device is done."""

@@ -1,5 +1,6 @@
 """A real run tells its report: what happened, how busy devices were, a trace with predictions, a static baseline."""
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -29,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Conf
         folder,
         name="told",
         train={"steps": STEPS},
-        metrics={"trace_steps": 2, "loggers": ["tensorboard"]},
+        metrics={"trace_steps": 2, "loggers": ["tensorboard"], "profiler": {"steps": [2, 3], "devices": [1]}},
         checkpoint={"every_steps": 3},
     )
     FlexTrainer(config).fit()
@@ -63,6 +64,15 @@ def test_the_trace_has_what_was_foretold_beside_what_was_measured(trained: Confi
             [name for _, _, kind, name in spans if kind in ("forward", "backward")] for spans in (predicted, measured)
         ]
         assert passes[0] == passes[1] and passes[0]
+
+
+def test_the_profile_has_the_steps_and_instructions_of_the_device(trained: Config) -> None:
+    (path,) = (Path(trained.run_dir) / "profiles").iterdir()
+    assert path.name.startswith("steps-2-3-device-1-generation-")
+    names = [event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    assert {"step 2", "step 3", "forward 0", "backward 0", "aten::mm"} <= {*names} and "step 1" not in names
+    learned = json.loads((Path(trained.run_dir) / "profile.json").read_text())["refitted_steps"]
+    assert learned == STEPS - 1 - 2, "the cost model does not learn from profiled steps, nor from the last one"
 
 
 def test_the_command_adds_a_static_baseline(trained: Config, capsys: pytest.CaptureFixture[str]) -> None:

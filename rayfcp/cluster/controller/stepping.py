@@ -254,6 +254,8 @@ class Stepper:
         if self._finished is None:
             return
         (planned, devices, step_s), self._finished = self._finished, None
+        if planned.record.step in self._config.metrics.profiler.steps:
+            return  # its devices were slower than they are
         record, state, cluster = planned.record, self.cluster_state, self.cluster_state.cluster
         if self._config.plan.refit:
             self.refit = self.refit.after(observations(record.groups, devices))

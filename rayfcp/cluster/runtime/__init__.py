@@ -55,7 +55,8 @@ class Role(StrEnum):
 class ActorSpec:
     """An actor to be started. One with a `name` is detached and can be found by that name.
 
-    It runs in `reservation`, with its `resources`, or on `node_id`; without either the runtime decides.
+    It runs in `reservation`, with its `resources`, or on `node_id`; without either the runtime decides. `nsight`:
+    options of `nsys profile`, which starts its process; empty without.
     """
 
     role: Role
@@ -63,6 +64,7 @@ class ActorSpec:
     reservation: Any = None
     resources: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     node_id: str = ""
+    nsight: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

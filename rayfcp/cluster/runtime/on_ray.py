@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.runtime_env import RuntimeEnv
 from ray.util import metrics
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -242,6 +243,8 @@ def _options(spec: ActorSpec) -> dict[str, Any]:
         found |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
     if spec.node_id:
         found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
+    if spec.nsight:
+        found["runtime_env"] = RuntimeEnv(nsight=dict(spec.nsight))
     if spec.reservation is not None:
         wanted = dict(spec.resources)
         found |= {

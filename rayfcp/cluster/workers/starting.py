@@ -58,6 +58,26 @@ def bundle(device: str, *, threads: int, share: float = 1.0) -> dict[str, float]
     return {"CPU": float(threads)} | ({accelerator: share} if accelerator else {})
 
 
+def nsight_options(config: Config, *, device: str) -> dict[str, str]:
+    """Options of the `nsys profile` that starts workers, empty if none does. It records what workers mark as ranges of
+    the CUDA profiler API, one report each, in `logs/nsight` of Ray's session on their node.
+
+    Raises:
+        ConfigError: the devices are no CUDA devices.
+    """
+    profiler = config.metrics.profiler
+    if not profiler.steps or profiler.tool != "nsys":
+        return {}
+    if device != "cuda":
+        raise ConfigError(f"metrics.profiler.tool is 'nsys', must be 'torch' on devices of kind {device!r}; change it")
+    return {
+        "t": "cuda,nvtx,cublas,cudnn",
+        "o": f"{config.run.name}-%p",
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": "repeat",  # the default ends the process with the first range
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """A worker requested at `requested_s` of `Runtime.now_s`, which starts once its device is granted. `opening`
@@ -126,6 +146,7 @@ class WorkerStart:
         self.vacant: list[Any] = []
         self._standbys: dict[str, Standby] = {}
         self._data_dir, self._vocab_size, self._copies = data_dir, vocab_size, copies
+        self._nsight = nsight_options(config, device=device)
         self._held: dict[str, Any] = {}
         self._stop_beats: Callable[[], None] | None = None
 
@@ -174,7 +195,9 @@ class WorkerStart:
         """Start the process of a worker, or of one that stands by, in a reservation; return its id and handle."""
         id = self.runtime.new_id()
         name = actor_name(self.run_key, kind, id=id)
-        spec = ActorSpec(role=Role.WORKER, name=name, reservation=group, resources=self._shares[kind])
+        spec = ActorSpec(
+            role=Role.WORKER, name=name, reservation=group, resources=self._shares[kind], nsight=self._nsight
+        )
         handle = self.runtime.start(
             spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id, copies=self._copies
         )

@@ -7,8 +7,10 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -28,6 +30,9 @@ from rayfcp.execute.state.copies import CopyFolder, Into, Wanted, copies_folder
 from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, StateId
 from rayfcp.values.state import ALL_STATES
+
+if TYPE_CHECKING:
+    from rayfcp.execute.profiling import StepProfiler
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -90,6 +95,7 @@ class DeviceWorker:
         backend = backend_of(self._device)
         self._copies = self._open_copies(context.get_node_id(), page_locks=backend.page_locks)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir, copies=self._copies)
+        self._profiler = self._make_profiler()
         self._compiled = runs_compiled(self._config, vocab_size=self._vocab_size, device=self._device, kernel=kernel)
         gc.collect()
         gc.freeze()  # imported modules: garbage collection is part of each recovery
@@ -105,6 +111,25 @@ class DeviceWorker:
             slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
         )
         return self._facts
+
+    def _make_profiler(self) -> "StepProfiler | None":
+        config = self._config.metrics.profiler
+        if not config.steps:
+            return None
+        from rayfcp.execute.profiling import PROFILES, StepProfiler
+
+        return StepProfiler(config, folder=Path(self._config.run_dir) / PROFILES, device=self._device)
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        """Context of a step, which is profiled if the configuration says so."""
+        if self._profiler is None:
+            return nullcontext()
+        return self._profiler.step(
+            step,
+            number=self._engine.position.device,
+            generation=self._cluster.generation,
+            interpreter=self._engine.generation.interpreter,
+        )
 
     def _open_copies(self, node_id: str, *, page_locks: PageLocks | None = None) -> CopyFolder | None:
         if not self._copies_name:
@@ -296,14 +321,15 @@ class DeviceWorker:
         self._watch.on_call()
         program = programs[place]
         try:
-            return self._engine.run_step(
-                program,
-                batch,
-                plan_hash=plan_hash,
-                snapshot=snapshot,
-                kept=kept,
-                decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
-            )
+            with self._profiled(batch.step):
+                return self._engine.run_step(
+                    program,
+                    batch,
+                    plan_hash=plan_hash,
+                    snapshot=snapshot,
+                    kept=kept,
+                    decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
+                )
         except torch.OutOfMemoryError as error:
             done, model = self._engine.beat().num_done, self._model()
             what = step_of(
