@@ -15,7 +15,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rayfcp.config.models import STDLIB_PLACEHOLDER, Config
+from rayfcp.config.data import STDLIB_PLACEHOLDER
+from rayfcp.config.models import Config
 
 
 class ConfigError(ValueError):

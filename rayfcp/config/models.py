@@ -1,28 +1,21 @@
 """The sections of a run's configuration, each key with its meaning and bounds."""
 
-import sysconfig
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
+from rayfcp.config.data import DataConfig
+from rayfcp.config.section import Count, Fraction, Section, as_list
 from rayfcp.values.devices import AUTO, DEVICES
-
-
-def as_list(value: Any) -> Any:
-    """One word stands for a list of one."""
-    return (value,) if isinstance(value, str) else value
 
 
 def as_primitives(value: Any) -> Any:
@@ -55,23 +48,8 @@ def known_device(name: str) -> str:
     return name
 
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Bounds = Annotated[Literal["auto"] | Count | tuple[Count, Count], BeforeValidator(auto_or_range)]
-Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
-
-
-class Section(BaseModel):
-    """A frozen section; a key that is not declared is an error.
-
-    A message raised by a validator of a section starts with the section's own key; one raised by a
-    validator of a field starts with `must`. `rayfcp.config.loading` puts the rest in front.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, coerce_numbers_to_str=True
-    )
 
 
 class VisionConfig(Section):
@@ -311,9 +289,6 @@ class ElasticConfig(Section):
     controller_restarts: int = Field(default=2, ge=0, description="of the controller after its process was lost")
 
 
-STDLIB_PLACEHOLDER = "{stdlib}"
-
-
 class RunConfig(Section):
     """Name and files of a run, and the seed of everything random in it."""
 
@@ -337,53 +312,6 @@ class ModelConfig(Section):
         if self.init == "pretrained" and self.path is None:
             raise ValueError(
                 "init is 'pretrained', must be 'random' without model.path; give model.path the weights' folder"
-            )
-        return self
-
-
-class DataConfig(Section):
-    """Input files, tokenization, and the handling of long and broken rows."""
-
-    paths: Words = Field(
-        min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
-    )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "prepared"] = "auto"
-    include: Words = Field(default=(), description="file name patterns inside folders, e.g. *.py")
-    exclude: Words = Field(
-        default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
-    )
-    text_column: str = "text"
-    tokenizer: str | None = Field(
-        default=None,
-        description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`",
-    )
-    processor: str | None = Field(
-        default=None, description="a Hugging Face processor by path, for rows with images; it brings its tokenizer"
-    )
-    max_picture_pixels: Count = Field(
-        default=1 << 26, description="of an image or a frame; rows with larger are left out"
-    )
-    video_fps: PositiveFloat | None = Field(default=None, description="of the rows' frames; the processor's if absent")
-    picture_targets: bool = Field(default=False, description="whether tokens that stand for images enter the loss")
-    decoder_actors: int = Field(default=2, ge=0, description="CPUs that decode images ahead of the step; 0: workers do")
-    decode_ahead_steps: Count = Field(default=2, description="steps whose images are decoded before they run")
-    max_seqlen: Count = 8192
-    global_batch_sequences: Count = 32
-    long_sequences: Literal["cut", "split", "drop"] = "cut"
-    max_bad_fraction: Fraction = 0.01
-    cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
-
-    @field_validator("paths")
-    @classmethod
-    def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
-
-    @model_validator(mode="after")
-    def _one_tokenizer(self) -> "DataConfig":
-        if self.processor is not None and self.tokenizer not in (None, "bytes", self.processor):
-            raise ValueError(
-                f"tokenizer is {self.tokenizer!r}, must be absent beside processor ({self.processor!r}), which brings "
-                "its own; leave it out"
             )
         return self
 

@@ -12,7 +12,7 @@ from functools import partial
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,

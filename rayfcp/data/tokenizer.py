@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data.hub import locate
 
 TokenArray = npt.NDArray[np.int32]

@@ -1,0 +1,67 @@
+"""The section `data`, and what describes one source of rows."""
+
+import sysconfig
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, field_validator, model_validator
+
+from rayfcp.config.section import Count, Fraction, Section, Words
+
+STDLIB_PLACEHOLDER = "{stdlib}"
+
+
+class SourceConfig(Section):
+    """Input files, and which columns of their rows are read."""
+
+    paths: Words = Field(
+        min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "prepared"] = "auto"
+    include: Words = Field(default=(), description="file name patterns inside folders, e.g. *.py")
+    exclude: Words = Field(
+        default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
+    )
+    text_column: str = "text"
+
+    @field_validator("paths")
+    @classmethod
+    def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
+
+
+class DataConfig(SourceConfig):
+    """Input files, tokenization, and the handling of long and broken rows."""
+
+    tokenizer: str | None = Field(
+        default=None,
+        description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`",
+    )
+    processor: str | None = Field(
+        default=None, description="a Hugging Face processor by path, for rows with images; it brings its tokenizer"
+    )
+    max_picture_pixels: Count = Field(
+        default=1 << 26, description="of an image or a frame; rows with larger are left out"
+    )
+    video_fps: PositiveFloat | None = Field(default=None, description="of the rows' frames; the processor's if absent")
+    picture_targets: bool = Field(default=False, description="whether tokens that stand for images enter the loss")
+    decoder_actors: int = Field(default=2, ge=0, description="CPUs that decode images ahead of the step; 0: workers do")
+    decode_ahead_steps: Count = Field(default=2, description="steps whose images are decoded before they run")
+    max_seqlen: Count = 8192
+    global_batch_sequences: Count = 32
+    long_sequences: Literal["cut", "split", "drop"] = "cut"
+    max_bad_fraction: Fraction = 0.01
+    cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> "DataConfig":
+        if self.processor is not None and self.tokenizer not in (None, "bytes", self.processor):
+            raise ValueError(
+                f"tokenizer is {self.tokenizer!r}, must be absent beside processor ({self.processor!r}), which brings "
+                "its own; leave it out"
+            )
+        return self
+
+    def of(self, source: SourceConfig) -> "DataConfig":
+        """Return this section with the keys of `source` in place of its own: tokenizer, processor, bounds and cache are
+        shared by all sources of a run."""
+        return self.model_copy(update={name: getattr(source, name) for name in SourceConfig.model_fields})
