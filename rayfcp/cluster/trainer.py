@@ -96,6 +96,7 @@ def with_absolute_paths(config: Config) -> Config:
             "paths": [_absolute(path) for path in data.paths],
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
             "processor": _absolute(data.processor),
+            "chat_template": _absolute(data.chat_template),
         },
         checkpoint={"resume": resume if resume in ("auto", "never") else _absolute(resume)},
         metrics={"token_file": _absolute(config.metrics.token_file)},

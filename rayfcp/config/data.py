@@ -1,7 +1,7 @@
 """The section `data`, and what describes one source of rows."""
 
 import sysconfig
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
@@ -21,7 +21,16 @@ class SourceConfig(Section):
     exclude: Words = Field(
         default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
     )
-    text_column: str = "text"
+    text_column: str = Field(default="text", description="column or key with the text, or with a list of messages")
+    chat_template: str | None = Field(
+        default=None, description="file with a Jinja template for conversations; the tokenizer's own if absent"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="variables of the chat template, e.g. enable_thinking"
+    )
+    loss_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant", description="tokens of a conversation that enter the loss"
+    )
 
     @field_validator("paths")
     @classmethod
@@ -51,6 +60,16 @@ class DataConfig(SourceConfig):
     long_sequences: Literal["cut", "split", "drop"] = "cut"
     max_bad_fraction: Fraction = 0.01
     cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
+
+    @model_validator(mode="after")
+    def _processor_renders_chats(self) -> "DataConfig":
+        if self.processor is not None and (self.chat_template is not None or self.loss_on == "last_assistant"):
+            key = "loss_on" if self.chat_template is None else "chat_template"
+            raise ValueError(
+                f"{key} is {getattr(self, key)!r}, must be absent beside processor ({self.processor!r}), whose "
+                "template renders conversations with images, all of them in the loss; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_tokenizer(self) -> "DataConfig":

@@ -302,6 +302,8 @@ def check_paths(config: Config) -> None:
         ConfigError: one line for the first that is missing.
     """
     named = [("data.paths", path) for path in config.data.paths]
+    if config.data.chat_template is not None:
+        named.append(("data.chat_template", config.data.chat_template))
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))
     for field, path in named:

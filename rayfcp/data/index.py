@@ -101,6 +101,8 @@ class LengthIndex:
         """One sentence for the log: what is kept, and what is not with its remedy."""
         kept = f"{len(self)} sequences of {self.num_tokens} tokens"
         others = "".join(f", {count} rows {reason}" for reason, count in self.counts.items() if reason != "dropped")
+        if num_idle := int(np.count_nonzero((self.num_targets == 0) & (self.lengths > 1))):
+            others += f", {num_idle} sequences without targets, e.g. answers beyond data.max_seqlen={self.max_seqlen}"
         if "dropped" not in self.counts:
             return kept + others
         num_rows = len(self) + self._num_long

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
+from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,
@@ -27,7 +29,7 @@ from rayfcp.data.manifest import (
     resolve,
     write_manifest,
 )
-from rayfcp.data.readers import MediaEncoder, read_rows
+from rayfcp.data.readers import ChatCall, MediaEncoder, read_rows
 from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
 from rayfcp.data.sources import InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
@@ -103,12 +105,14 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
 
 def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
     """16 hex digits over everything that prepared shards depend on: files (names, sizes, times), tokenizer, columns,
-    rules for images. Files named by rows are not looked at."""
-    parts = [
+    chat template and what of it is trained, rules for images. Files named by rows are not looked at."""
+    parts: list[Any] = [
         [VERSION, tokenizer_of(data).fingerprint, data.text_column, None],  # None: keeps fingerprints of older caches
         [(file.url, file.format, file.num_bytes, file.stamp) for file in files],
         *([] if data.processor is None else [(data.max_picture_pixels, data.video_fps, data.picture_targets)]),
     ]
+    if data.processor is None and any(file.format != "text" for file in files):
+        parts.append(chat_fingerprint(data))
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -183,21 +187,21 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{fingerprint}-{split.index:05d}"
     media: MediaEncoder | None = None
+    chat: ChatCall | None = ChatEncoder(data)
     if data.processor is not None:
         from rayfcp.data.vision.processors import load_processor
         from rayfcp.data.vision.rows import RowEncoder
 
-        media = RowEncoder(load_processor(data.processor), data)
-    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, media=media)
+        media, chat = RowEncoder(load_processor(data.processor), data), None
+    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, media=media, chat=chat)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in read(file)):
+            num_rows += row.num_rows
             if isinstance(row, TokenRow):
                 writer.add(row)
-                num_rows += 1
                 max_token_id = max(max_token_id, row.max_token_id)
                 continue
             bad[row.reason.value] += row.num_rows
-            num_rows += row.num_rows
             if len(named) < MAX_NAMED_ROWS:
                 named.append(row)
     return SplitResult(
