@@ -1,9 +1,10 @@
 """The section `data`, and what describes one source of rows."""
 
 import sysconfig
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from rayfcp.config.section import Count, Fraction, Section, Words
 
@@ -38,9 +39,46 @@ class SourceConfig(Section):
         return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
 
 
+class MixedSourceConfig(SourceConfig):
+    """A source of a mixture. Without a weight or a share it counts by its tokens, see `DataConfig.temperature`."""
+
+    weight: NonNegativeFloat | None = Field(default=None, description="sequences, relative to those of other sources")
+    share: NonNegativeFloat | None = Field(default=None, description="tokens, relative to those of other sources")
+    epochs: PositiveFloat | None = Field(default=None, description="passes over it, after which it is left out")
+
+
+class ScheduleConfig(Section):
+    """Weights, or shares, of the sources from a step on; a source that is not named has none."""
+
+    from_step: Annotated[int, Field(ge=2)]
+    weights: dict[str, NonNegativeFloat] = Field(default={})
+    shares: dict[str, NonNegativeFloat] = Field(default={})
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "ScheduleConfig":
+        if bool(self.weights) == bool(self.shares):
+            raise ValueError("weights must be given, or shares, and not both; leave one of them")
+        if not sum((self.weights or self.shares).values()):
+            raise ValueError("weights must not all be 0; raise one")
+        return self
+
+
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
 class DataConfig(SourceConfig):
     """Input files, tokenization, and the handling of long and broken rows."""
 
+    paths: Words = Field(
+        default=(), description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
+    )
+    sources: dict[SourceName, MixedSourceConfig] = Field(
+        default={}, description="of a mixture by name, in place of `paths`"
+    )
+    temperature: PositiveFloat = Field(
+        default=1.0, description="of sources without weights: their shares are tokens^(1/temperature)"
+    )
+    schedule: tuple[ScheduleConfig, ...] = Field(default=(), description="other weights of sources from later steps on")
     tokenizer: str | None = Field(
         default=None,
         description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`",
@@ -72,6 +110,41 @@ class DataConfig(SourceConfig):
         return self
 
     @model_validator(mode="after")
+    def _paths_or_sources(self) -> "DataConfig":
+        if not self.paths and not self.sources:
+            raise ValueError(
+                "paths is missing, must be given; add it to the file or as data.paths=VALUE, or give data.sources"
+            )
+        if self.paths and self.sources:
+            raise ValueError(
+                f"paths is {list(self.paths)}, must be absent beside sources; make it a source of its own, or leave it "
+                "out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> "DataConfig":
+        given = [each.model_dump(include={"weight", "share"}, exclude_none=True) for each in self.sources.values()]
+        kinds = {tuple(each) for each in given}
+        if len(kinds) > 1 or any(len(each) > 1 for each in given):
+            raise ValueError("sources must all have a weight, or all a share, or none of both; change one")
+        if any(given) and self.temperature != 1.0:
+            raise ValueError(
+                f"temperature is {self.temperature:g}, must be 1 where sources have a weight or share; leave one out"
+            )
+        if any(given) and not sum(sum(each.values()) for each in given):
+            raise ValueError("sources must not all have a weight or share of 0; raise one")
+        steps = [each.from_step for each in self.schedule]
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise ValueError(f"schedule has steps {steps}, must have ascending ones; sort them")
+        named = {name for each in self.schedule for name in (*each.weights, *each.shares)}
+        if unknown := sorted(named - set(self.sources)):
+            raise ValueError(
+                f"schedule names {unknown[0]!r}, must name data.sources ({', '.join(self.sources) or 'none'})"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_tokenizer(self) -> "DataConfig":
         if self.processor is not None and self.tokenizer not in (None, "bytes", self.processor):
             raise ValueError(
@@ -83,4 +156,5 @@ class DataConfig(SourceConfig):
     def of(self, source: SourceConfig) -> "DataConfig":
         """Return this section with the keys of `source` in place of its own: tokenizer, processor, bounds and cache are
         shared by all sources of a run."""
-        return self.model_copy(update={name: getattr(source, name) for name in SourceConfig.model_fields})
+        own = {name: getattr(source, name) for name in SourceConfig.model_fields}
+        return self.model_copy(update={**own, "sources": {}, "schedule": ()})

@@ -301,13 +301,16 @@ def check_paths(config: Config) -> None:
     Raises:
         ConfigError: one line for the first that is missing.
     """
-    named = [("data.paths", path) for path in config.data.paths]
-    if config.data.chat_template is not None:
-        named.append(("data.chat_template", config.data.chat_template))
+    data = config.data
+    named = []
+    for key, source in (("data", data), *((f"data.sources.{name}", each) for name, each in data.sources.items())):
+        named += [(f"{key}.paths", path) for path in source.paths]
+        if source.chat_template is not None:
+            named.append((f"{key}.chat_template", source.chat_template))
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))
     for field, path in named:
-        is_pattern = field == "data.paths" and any(sign in path for sign in "*?[")
+        is_pattern = field.endswith(".paths") and any(sign in path for sign in "*?[")
         if "://" not in path and not is_pattern and not Path(path).expanduser().exists():
             raise ConfigError(f"{field} has {path!r}, which does not exist; give a file or folder that does")
 

@@ -122,6 +122,13 @@ class LengthIndex:
         return lengths
 
     @property
+    def sources(self) -> dict[str, tuple[int, int]]:
+        """Positions `[start, stop)` of each source of a mixture, by name; none if it is not one."""
+        stops = np.cumsum([num_shards for _, num_shards in self.manifest.sources])
+        places = np.searchsorted(self.shards, np.concatenate([[0], stops])).tolist()
+        return {name: (places[at], places[at + 1]) for at, (name, _) in enumerate(self.manifest.sources)}
+
+    @property
     def has_images(self) -> bool:
         return self._images is not None and self._images.has_any
 

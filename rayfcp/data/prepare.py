@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
-from rayfcp.config.data import DataConfig
+from rayfcp.config.data import DataConfig, SourceConfig
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
@@ -28,6 +29,7 @@ from rayfcp.data.manifest import (
     read_manifest,
     resolve,
     write_manifest,
+    write_mixture,
 )
 from rayfcp.data.readers import ChatCall, MediaEncoder, read_rows
 from rayfcp.data.rows import BadRow, TokenRow
@@ -60,7 +62,8 @@ _SPLIT, _RESULT = TypeAdapter(InputSplit), TypeAdapter(SplitResult)
 
 
 def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
-    """Tokenise `data` into shards and a manifest in `out_dir`, a folder or fsspec URL.
+    """Tokenise `data` into shards and a manifest in `out_dir`, a folder or fsspec URL; the sources of a mixture into
+    folders of their names in it.
 
     Inputs over 64 MiB run as Ray Data tasks on the Ray that the caller has started, smaller ones in this process. Both
     write the same bytes. A complete `out_dir` of the same inputs is kept.
@@ -68,6 +71,9 @@ def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = N
     Raises:
         ConfigError: Nothing to read, too many bad rows, no usable row, or other prepared data in `out_dir`.
     """
+    if data.sources:
+        part = partial(prepare, progress=progress)
+        return write_mixture(out_dir, _of_sources(data, lambda name, own: part(own, out_dir=join(out_dir, name))))
     files = discover(data)
     is_small = sum(work_bytes(file, has_images=data.processor is not None) for file in files) <= SMALL_BYTES
     # fsspec's memory file system is visible in this process alone.
@@ -83,11 +89,15 @@ def prepare_local(data: DataConfig, *, out_dir: str, progress: ProgressCall | No
 
 def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """The prepared folder of `data`: `data.paths` itself if it is one, else a folder of `cache_dir` named by
-    fingerprint, prepared unless it is complete already.
+    fingerprint, prepared unless it is complete already. That of a mixture refers to those of its sources.
 
     Raises:
         ConfigError: As `prepare`; or prepared data of another tokenizer.
     """
+    if data.sources:
+        parts = _of_sources(data, lambda _, own: cached_prepare(own, cache_dir=cache_dir, progress=progress))
+        known = hashlib.blake2b(repr([(name, part.folder) for name, part in parts.items()]).encode(), digest_size=8)
+        return write_mixture(join(cache_dir, f"mixture-{known.hexdigest()}"), parts)
     prepared = _already_prepared(data)
     if prepared is None:
         out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=discover(data))}")
@@ -101,6 +111,20 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
         )
     _check_bad(prepared, data)
     return prepared
+
+
+def _of_sources(
+    data: DataConfig, prepare_one: Callable[[str, DataConfig], PreparedManifest]
+) -> dict[str, PreparedManifest]:
+    """The prepared sources of a mixture, by name; errors say of which a key is."""
+    parts = {}
+    for name, source in sorted(data.sources.items()):
+        try:
+            parts[name] = prepare_one(name, data.of(source))
+        except ConfigError as error:
+            keys = "|".join(SourceConfig.model_fields)
+            raise ConfigError(re.sub(rf"\bdata\.(?={keys})", f"data.sources.{name}.", str(error))) from error
+    return parts
 
 
 def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
