@@ -85,6 +85,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("gap_ratio", "1 or more", "Predicted step over its lower bound"),
     _gauge("prediction_error_ratio", "0 or more", "|predicted - measured| / measured step; plan.refit makes it fall"),
     _gauge("loss", "nats per target", "Loss of the last step"),
+    _gauge("source_loss", "nats per target", "Loss of a mixture's source in the last step that had it", "source"),
     _gauge("grad_norm", "1", "Gradient norm of the last step, before clipping"),
     _gauge("learning_rate", "1", "Learning rate of the last step"),
     _gauge("world_size", "devices", "Devices in use"),
@@ -121,6 +122,10 @@ METRICS: tuple[Metric, ...] = (
     _gauge("worker_memory_bytes", "bytes", "Memory of a device: resident, allocated or peak", RANK, "kind"),
     _counter("tokens_total", "tokens", "Tokens trained on", kept=Persistence.STEPS),
     _counter("sequences_total", "sequences", "Sequences trained on", kept=Persistence.STEPS),
+    _counter("source_tokens_total", "tokens", "Tokens of a mixture's source", "source", kept=Persistence.STEPS),
+    _counter(
+        "source_sequences_total", "sequences", "Sequences of a mixture's source", "source", kept=Persistence.STEPS
+    ),
     _counter(
         "strategy_steps_total",
         "steps",

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.summary import finite
-from rayfcp.values import Imbalance, StepReport
+from rayfcp.values import Imbalance, SourceReport, StepReport
 
 
 def to_line(report: StepReport) -> str:
@@ -18,6 +18,8 @@ def to_line(report: StepReport) -> str:
     fields = dataclasses.asdict(report)
     fields["imbalance"] = report.imbalance.by_resource
     fields["degrees"] = {str(degree): count for degree, count in sorted(report.degrees.items())}
+    if not report.sources:
+        del fields["sources"]
     return json.dumps(finite(fields), allow_nan=False) + "\n"
 
 
@@ -33,6 +35,8 @@ def from_line(line: str) -> StepReport:
     try:
         fields["imbalance"] = Imbalance(**_numbers(fields["imbalance"]))
         fields["degrees"] = {int(degree): count for degree, count in fields["degrees"].items()}
+        sources = fields.pop("sources", {}).items()
+        fields["sources"] = {name: SourceReport(**_numbers(values)) for name, values in sources}
         return StepReport(**_numbers(fields))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"line is not a step report: {error}") from error

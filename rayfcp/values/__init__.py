@@ -21,7 +21,7 @@ from rayfcp.values.plan import (
     Transfer,
 )
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
-from rayfcp.values.report import Imbalance, Span, SpanKind, StepReport
+from rayfcp.values.report import Imbalance, SourceReport, Span, SpanKind, StepReport
 from rayfcp.values.sequence import Images, SequenceSpec
 from rayfcp.values.state import KeptStates, ShardHeader, StateId
 
@@ -55,6 +55,7 @@ __all__ = [
     "SequenceSpec",
     "ShardHeader",
     "Slice",
+    "SourceReport",
     "Span",
     "SpanKind",
     "StateId",

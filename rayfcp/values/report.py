@@ -1,7 +1,8 @@
 """Reports of committed steps (lines of `steps.jsonl`), and spans of time on a rank."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -24,6 +25,16 @@ class Imbalance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """What a source of a mixture gave to a step. `loss`: mean over its targets, NaN if it has none."""
+
+    num_sequences: int
+    num_tokens: int
+    num_targets: int
+    loss: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
@@ -32,7 +43,8 @@ class StepReport:
     earlier versions). `plan_wait_s`: seconds that the step waited for its plan. `mfu`: model FLOPs / (step_s x peak of
     the devices in use). `bubble`: share of rank time spent waiting for other ranks, their messages, gathers and
     reductions included (NaN on accelerators). `degrees`: groups per degree. `recovered`: the step ran again after a
-    failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen.
+    failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen. `sources`: by name,
+    of a mixture; without one, `steps.jsonl` does not have it.
     """
 
     step: int
@@ -59,6 +71,7 @@ class StepReport:
     samples_hash: str
     recovered: bool = False
     reason: str = ""
+    sources: Mapping[str, SourceReport] = field(default_factory=dict)
 
 
 class SpanKind(StrEnum):
