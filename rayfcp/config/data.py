@@ -140,7 +140,8 @@ class DataConfig(SourceConfig):
         named = {name for each in self.schedule for name in (*each.weights, *each.shares)}
         if unknown := sorted(named - set(self.sources)):
             raise ValueError(
-                f"schedule names {unknown[0]!r}, must name data.sources ({', '.join(self.sources) or 'none'})"
+                f"schedule names {unknown[0]!r}, must be one of data.sources ({', '.join(self.sources) or 'none'}); "
+                "correct it"
             )
         return self
 

@@ -131,6 +131,9 @@ ALIASES = {
     "model.dtype": "bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
     "data.paths": "dataset dataset_name dataset_path train_file",
     "data.text_column": "dataset_text_field",
+    "data.sources": "datasets interleave_probs mix_strategy probabilities",
+    "data.chat_template": "chat_template_path",
+    "data.loss_on": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
     "data.max_seqlen": "seq_len max_length max_seq_length block_size cutoff_len",
     "data.global_batch_sequences": "global_batch_size train_batch_size per_device_train_batch_size local_batch_size "
