@@ -102,6 +102,25 @@ def _learning() -> Section:
                 about="Of all sets together, between steps: no part of them, nor of goodput.",
                 width=6,
             ),
+            chart(
+                "Loss by source",
+                Line(expr=of("source_loss"), legend="{{run}} {{source}}"),
+                unit="none",
+                about="Nats per target, of the sources of a mixture (data.sources).",
+                floor=None,
+            ),
+            bars(
+                "Tokens by source",
+                Line(expr=grown("source_tokens_total", by="run, source"), legend="{{run}} {{source}}"),
+                about="Trained on, by sources of a mixture.",
+                width=6,
+            ),
+            bars(
+                "Sequences by source",
+                Line(expr=grown("source_sequences_total", by="run, source"), legend="{{run}} {{source}}"),
+                about="Trained on, by sources of a mixture.",
+                width=6,
+            ),
         ),
     )
 

@@ -24,7 +24,7 @@ from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.planning.costs import Log, Profiled, TimedRanks, profile_ranks
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data import prepare_local, tokenizer_of
 from rayfcp.execute.calibrate import time_parts, time_passes
 from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device

@@ -81,7 +81,7 @@ def open_dataset(config: Config, *, data_dir: str, eval_dirs: Mapping[str, str] 
         max_bad_fraction=config.data.max_bad_fraction,
     )
     _check_images(config, model, has_images=index.has_images)
-    sampler = Sampler(index, seed=config.run.seed, global_batch=config.data.global_batch_sequences)
+    sampler = _sampler(config, index)
     evaluation = None
     if eval_dirs:
         from rayfcp.data.evaluation import open_sets
@@ -90,6 +90,24 @@ def open_dataset(config: Config, *, data_dir: str, eval_dirs: Mapping[str, str] 
         for each in evaluation.sets:
             _check_images(config, model, has_images=each.index.has_images)
     return Dataset(index=index, sampler=sampler, library=library, model=model, evaluation=evaluation)
+
+
+def _sampler(config: Config, index: LengthIndex) -> Sampler:
+    """
+    Raises:
+        ConfigError: the sources of a mixture end before the run.
+    """
+    if not config.data.sources:
+        return Sampler(index, seed=config.run.seed, global_batch=config.data.global_batch_sequences)
+    from rayfcp.data.mixture import MixtureSampler
+
+    mixture = MixtureSampler(index, config.data, seed=config.run.seed)
+    if mixture.num_steps < config.train.steps:
+        raise ConfigError(
+            f"train.steps is {config.train.steps}, must be at most {mixture.num_steps}, after which data.sources have "
+            "no epochs left; lower it, or raise epochs of a source"
+        )
+    return mixture
 
 
 def _check_images(config: Config, model: ModelProfile, *, has_images: bool) -> None:

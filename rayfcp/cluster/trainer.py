@@ -23,6 +23,7 @@ from rayfcp.cluster.workers.facts import check_layout
 from rayfcp.cluster.workers.starting import other_cpus
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
+from rayfcp.config.data import SourceConfig
 from rayfcp.data import PreparedManifest, cached_prepare, prepare, tokenizer_of
 from rayfcp.data.hub import locate
 from rayfcp.execute.reports import find_damage
@@ -93,7 +94,8 @@ def with_absolute_paths(config: Config) -> Config:
     return config.changed(
         model={"path": _absolute(config.model.path)},
         data={
-            "paths": [_absolute(path) for path in data.paths],
+            **_absolute_source(data),
+            "sources": {name: {**dict(source), **_absolute_source(source)} for name, source in data.sources.items()},
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
             "processor": _absolute(data.processor),
         },
@@ -106,6 +108,10 @@ def with_absolute_paths(config: Config) -> Config:
         checkpoint={"resume": resume if resume in ("auto", "never") else _absolute(resume)},
         metrics={"token_file": _absolute(config.metrics.token_file)},
     )
+
+
+def _absolute_source(source: SourceConfig) -> dict[str, Any]:
+    return {"paths": [_absolute(path) for path in source.paths], "chat_template": _absolute(source.chat_template)}
 
 
 def _absolute(path: str | None) -> str | None:

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rayfcp.config.fields import Count, Fraction, Section, Words
+from rayfcp.config.section import Count, Fraction, Section, Words
 
 if TYPE_CHECKING:
-    from rayfcp.config.models import DataConfig
+    from rayfcp.config.data import DataConfig
 
 
 class EvalSetConfig(Section):
@@ -21,6 +21,11 @@ class EvalSetConfig(Section):
     include: Words = Field(default=(), description="as data.include")
     exclude: Words = Field(default=(), description="as data.exclude")
     text_column: str | None = Field(default=None, description="data.text_column if absent")
+    chat_template: str | None = Field(default=None, description="data.chat_template if absent")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="data.chat_template_kwargs if absent")
+    loss_on: Literal["assistant", "last_assistant", "all"] | None = Field(
+        default=None, description="data.loss_on if absent"
+    )
     max_seqlen: Count | None = Field(default=None, description="data.max_seqlen if absent")
     long_sequences: Literal["cut", "split", "drop"] | None = Field(
         default=None, description="data.long_sequences if absent"
@@ -30,7 +35,7 @@ class EvalSetConfig(Section):
     def source(self, data: "DataConfig") -> "DataConfig":
         """Return the set as a configuration of data, with what is absent taken from `data`."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
-        return type(data).model_validate(data.model_dump() | given)
+        return type(data).model_validate(data.model_dump(exclude={"sources", "temperature", "schedule"}) | given)
 
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

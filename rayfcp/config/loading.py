@@ -15,7 +15,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rayfcp.config.models import STDLIB_PLACEHOLDER, Config
+from rayfcp.config.data import STDLIB_PLACEHOLDER
+from rayfcp.config.models import Config
 
 
 class ConfigError(ValueError):
@@ -144,6 +145,9 @@ ALIASES = {
     "model.dtype": "bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
     "data.paths": "dataset dataset_name dataset_path train_file",
     "data.text_column": "dataset_text_field",
+    "data.sources": "datasets interleave_probs mix_strategy probabilities",
+    "data.chat_template": "chat_template_path",
+    "data.loss_on": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
     "data.max_seqlen": "seq_len max_length max_seq_length block_size cutoff_len",
     "data.global_batch_sequences": "global_batch_size train_batch_size per_device_train_batch_size local_batch_size "
@@ -319,13 +323,18 @@ def check_paths(config: Config) -> None:
     Raises:
         ConfigError: one line for the first that is missing.
     """
-    sources = {"data.paths": config.data.paths}
-    sources |= {f"eval.sets.{name}.paths": each.source(config.data).paths for name, each in config.eval.sets.items()}
-    named = [(field, path) for field, paths in sources.items() for path in paths]
+    data = config.data
+    sources = {"data": data} | {f"data.sources.{name}": each for name, each in data.sources.items()}
+    sources |= {f"eval.sets.{name}": each.source(data) for name, each in config.eval.sets.items()}
+    named = []
+    for key, source in sources.items():
+        named += [(f"{key}.paths", path) for path in source.paths]
+        if source.chat_template is not None:
+            named.append((f"{key}.chat_template", source.chat_template))
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))
     for field, path in named:
-        is_pattern = field in sources and any(sign in path for sign in "*?[")
+        is_pattern = field.endswith(".paths") and any(sign in path for sign in "*?[")
         if "://" not in path and not is_pattern and not Path(path).expanduser().exists():
             raise ConfigError(f"{field} has {path!r}, which does not exist; give a file or folder that does")
 

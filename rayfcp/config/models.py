@@ -1,6 +1,5 @@
 """The sections of a run's configuration, each key with its meaning and bounds."""
 
-import sysconfig
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -11,19 +10,18 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
+from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalConfig
-from rayfcp.config.fields import (
+from rayfcp.config.section import (
     Beta,
     Bounds,
     Count,
     Fraction,
     Index,
     Section,
-    Words,
     as_list,
     as_numbers,
     as_primitives,
@@ -270,9 +268,6 @@ class ElasticConfig(Section):
     controller_restarts: int = Field(default=2, ge=0, description="of the controller after its process was lost")
 
 
-STDLIB_PLACEHOLDER = "{stdlib}"
-
-
 class RunConfig(Section):
     """Name and files of a run, and the seed of everything random in it."""
 
@@ -296,53 +291,6 @@ class ModelConfig(Section):
         if self.init == "pretrained" and self.path is None:
             raise ValueError(
                 "init is 'pretrained', must be 'random' without model.path; give model.path the weights' folder"
-            )
-        return self
-
-
-class DataConfig(Section):
-    """Input files, tokenization, and the handling of long and broken rows."""
-
-    paths: Words = Field(
-        min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
-    )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "prepared"] = "auto"
-    include: Words = Field(default=(), description="file name patterns inside folders, e.g. *.py")
-    exclude: Words = Field(
-        default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
-    )
-    text_column: str = "text"
-    tokenizer: str | None = Field(
-        default=None,
-        description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`",
-    )
-    processor: str | None = Field(
-        default=None, description="a Hugging Face processor by path, for rows with images; it brings its tokenizer"
-    )
-    max_picture_pixels: Count = Field(
-        default=1 << 26, description="of an image or a frame; rows with larger are left out"
-    )
-    video_fps: PositiveFloat | None = Field(default=None, description="of the rows' frames; the processor's if absent")
-    picture_targets: bool = Field(default=False, description="whether tokens that stand for images enter the loss")
-    decoder_actors: int = Field(default=2, ge=0, description="CPUs that decode images ahead of the step; 0: workers do")
-    decode_ahead_steps: Count = Field(default=2, description="steps whose images are decoded before they run")
-    max_seqlen: Count = 8192
-    global_batch_sequences: Count = 32
-    long_sequences: Literal["cut", "split", "drop"] = "cut"
-    max_bad_fraction: Fraction = 0.01
-    cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
-
-    @field_validator("paths")
-    @classmethod
-    def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
-
-    @model_validator(mode="after")
-    def _one_tokenizer(self) -> "DataConfig":
-        if self.processor is not None and self.tokenizer not in (None, "bytes", self.processor):
-            raise ValueError(
-                f"tokenizer is {self.tokenizer!r}, must be absent beside processor ({self.processor!r}), which brings "
-                "its own; leave it out"
             )
         return self
 

@@ -101,6 +101,8 @@ class LengthIndex:
         """One sentence for the log: what is kept, and what is not with its remedy."""
         kept = f"{len(self)} sequences of {self.num_tokens} tokens"
         others = "".join(f", {count} rows {reason}" for reason, count in self.counts.items() if reason != "dropped")
+        if num_idle := int(np.count_nonzero((self.num_targets == 0) & (self.lengths > 1))):
+            others += f", {num_idle} sequences without targets, e.g. answers beyond data.max_seqlen={self.max_seqlen}"
         if "dropped" not in self.counts:
             return kept + others
         num_rows = len(self) + self._num_long
@@ -118,6 +120,13 @@ class LengthIndex:
     def lengths(self) -> npt.NDArray[np.int64]:
         lengths: npt.NDArray[np.int64] = self.stops - self.starts
         return lengths
+
+    @property
+    def sources(self) -> dict[str, tuple[int, int]]:
+        """Positions `[start, stop)` of each source of a mixture, by name; none if it is not one."""
+        stops = np.cumsum([num_shards for _, num_shards in self.manifest.sources])
+        places = np.searchsorted(self.shards, np.concatenate([[0], stops])).tolist()
+        return {name: (places[at], places[at + 1]) for at, (name, _) in enumerate(self.manifest.sources)}
 
     @property
     def has_images(self) -> bool:

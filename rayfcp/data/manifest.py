@@ -3,12 +3,14 @@
 `manifest.json` is written last, in one step: a folder without it is not complete.
 """
 
+import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -78,7 +80,7 @@ def whole_file(fs: fsspec.AbstractFileSystem, path: str) -> Iterator[IO[bytes]]:
 
 
 MANIFEST_NAME = "manifest.json"
-KIND, VERSION = "rayfcp-prepared", 1
+KIND, MIXTURE_KIND, VERSION = "rayfcp-prepared", "rayfcp-mixture", 1
 MAX_NAMED_ROWS = 100
 
 
@@ -124,7 +126,8 @@ class PreparedManifest:
     """A prepared folder. `folder`: where it was opened, not part of the file.
 
     `fingerprint`: hash of the inputs (names, sizes, times), tokenizer and columns; if it differs, prepare again.
-    `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them.
+    `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `sources`: of a mixture, names and
+    numbers of shards in the order of `shards`, whose names are whole paths then.
     """
 
     folder: str
@@ -136,6 +139,7 @@ class PreparedManifest:
     shards: tuple[ShardInfo, ...]
     bad_rows: dict[str, int] = field(default_factory=dict)
     named_bad_rows: tuple[BadRow, ...] = ()
+    sources: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -190,9 +194,41 @@ def check_bad_fraction(
     )
 
 
+def write_mixture(folder: str, parts: Mapping[str, PreparedManifest]) -> PreparedManifest:
+    """Write a manifest in `folder` that stands for the prepared folders of a mixture's sources, by name; return it."""
+    fs, path = resolve(join(folder, MANIFEST_NAME))
+    values = {"kind": MIXTURE_KIND, "version": VERSION, "parts": {name: part.folder for name, part in parts.items()}}
+    with whole_file(fs, path) as file:
+        file.write(json.dumps(values).encode())
+    return read_manifest(folder)
+
+
+def _mixture(folder: str, parts: Mapping[str, str]) -> PreparedManifest | None:
+    """The sources' manifests as one; None if one of them is not complete."""
+    found = {name: find_manifest(part) for name, part in parts.items()}
+    manifests = [part for part in found.values() if part is not None]
+    if len(manifests) < len(found):
+        return None
+    bad: Counter[str] = Counter()
+    for part in manifests:
+        bad.update(part.bad_rows)
+    fingerprints = [(name, part.fingerprint) for name, part in zip(found, manifests, strict=True)]
+    return replace(
+        manifests[0],
+        folder=folder,
+        fingerprint=hashlib.blake2b(repr(fingerprints).encode(), digest_size=8).hexdigest(),
+        max_token_id=max(part.max_token_id for part in manifests),
+        shards=tuple(replace(each, name=join(part.folder, each.name)) for part in manifests for each in part.shards),
+        bad_rows=dict(bad),
+        named_bad_rows=tuple(row for part in manifests for row in part.named_bad_rows)[:MAX_NAMED_ROWS],
+        sources=tuple((name, len(part.shards)) for name, part in zip(found, manifests, strict=True)),
+    )
+
+
 def write_manifest(manifest: PreparedManifest) -> None:
     """Make the folder complete."""
-    values = {"kind": KIND, "version": VERSION, **_MANIFEST.dump_python(manifest, mode="json", exclude={"folder"})}
+    own = _MANIFEST.dump_python(manifest, mode="json", exclude={"folder", "sources"})
+    values = {"kind": KIND, "version": VERSION, **own}
     totals = {"num_rows": manifest.num_rows, "num_tokens": manifest.num_tokens, "vocab_size": None}
     fs, path = resolve(join(manifest.folder, MANIFEST_NAME))
     with whole_file(fs, path) as file:
@@ -206,6 +242,8 @@ def find_manifest(folder: str) -> PreparedManifest | None:
         values = json.loads(fs.cat_file(join(path, MANIFEST_NAME)))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    if isinstance(values, dict) and (values.get("kind"), values.get("version")) == (MIXTURE_KIND, VERSION):
+        return _mixture(name_of(fs, path), values["parts"])
     if not isinstance(values, dict) or (values.get("kind"), values.get("version")) != (KIND, VERSION):
         return None
     manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})

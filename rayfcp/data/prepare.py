@@ -4,15 +4,18 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig, SourceConfig
+from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,
@@ -26,8 +29,9 @@ from rayfcp.data.manifest import (
     read_manifest,
     resolve,
     write_manifest,
+    write_mixture,
 )
-from rayfcp.data.readers import MediaEncoder, read_rows
+from rayfcp.data.readers import ChatCall, MediaEncoder, read_rows
 from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
 from rayfcp.data.sources import InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
@@ -58,7 +62,8 @@ _SPLIT, _RESULT = TypeAdapter(InputSplit), TypeAdapter(SplitResult)
 
 
 def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
-    """Tokenise `data` into shards and a manifest in `out_dir`, a folder or fsspec URL.
+    """Tokenise `data` into shards and a manifest in `out_dir`, a folder or fsspec URL; the sources of a mixture into
+    folders of their names in it.
 
     Inputs over 64 MiB run as Ray Data tasks on the Ray that the caller has started, smaller ones in this process. Both
     write the same bytes. A complete `out_dir` of the same inputs is kept.
@@ -66,6 +71,9 @@ def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = N
     Raises:
         ConfigError: Nothing to read, too many bad rows, no usable row, or other prepared data in `out_dir`.
     """
+    if data.sources:
+        part = partial(prepare, progress=progress)
+        return write_mixture(out_dir, _of_sources(data, lambda name, own: part(own, out_dir=join(out_dir, name))))
     files = discover(data)
     is_small = sum(work_bytes(file, has_images=data.processor is not None) for file in files) <= SMALL_BYTES
     # fsspec's memory file system is visible in this process alone.
@@ -81,11 +89,15 @@ def prepare_local(data: DataConfig, *, out_dir: str, progress: ProgressCall | No
 
 def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """The prepared folder of `data`: `data.paths` itself if it is one, else a folder of `cache_dir` named by
-    fingerprint, prepared unless it is complete already.
+    fingerprint, prepared unless it is complete already. That of a mixture refers to those of its sources.
 
     Raises:
         ConfigError: As `prepare`; or prepared data of another tokenizer.
     """
+    if data.sources:
+        parts = _of_sources(data, lambda _, own: cached_prepare(own, cache_dir=cache_dir, progress=progress))
+        known = hashlib.blake2b(repr([(name, part.folder) for name, part in parts.items()]).encode(), digest_size=8)
+        return write_mixture(join(cache_dir, f"mixture-{known.hexdigest()}"), parts)
     prepared = _already_prepared(data)
     if prepared is None:
         out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=discover(data))}")
@@ -101,14 +113,30 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
     return prepared
 
 
+def _of_sources(
+    data: DataConfig, prepare_one: Callable[[str, DataConfig], PreparedManifest]
+) -> dict[str, PreparedManifest]:
+    """The prepared sources of a mixture, by name; errors say of which a key is."""
+    parts = {}
+    for name, source in sorted(data.sources.items()):
+        try:
+            parts[name] = prepare_one(name, data.of(source))
+        except ConfigError as error:
+            keys = "|".join(SourceConfig.model_fields)
+            raise ConfigError(re.sub(rf"\bdata\.(?={keys})", f"data.sources.{name}.", str(error))) from error
+    return parts
+
+
 def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
     """16 hex digits over everything that prepared shards depend on: files (names, sizes, times), tokenizer, columns,
-    rules for images. Files named by rows are not looked at."""
-    parts = [
+    chat template and what of it is trained, rules for images. Files named by rows are not looked at."""
+    parts: list[Any] = [
         [VERSION, tokenizer_of(data).fingerprint, data.text_column, None],  # None: keeps fingerprints of older caches
         [(file.url, file.format, file.num_bytes, file.stamp) for file in files],
         *([] if data.processor is None else [(data.max_picture_pixels, data.video_fps, data.picture_targets)]),
     ]
+    if data.processor is None and any(file.format != "text" for file in files):
+        parts.append(chat_fingerprint(data))
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -183,21 +211,21 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{fingerprint}-{split.index:05d}"
     media: MediaEncoder | None = None
+    chat: ChatCall | None = ChatEncoder(data)
     if data.processor is not None:
         from rayfcp.data.vision.processors import load_processor
         from rayfcp.data.vision.rows import RowEncoder
 
-        media = RowEncoder(load_processor(data.processor), data)
-    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, media=media)
+        media, chat = RowEncoder(load_processor(data.processor), data), None
+    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, media=media, chat=chat)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in read(file)):
+            num_rows += row.num_rows
             if isinstance(row, TokenRow):
                 writer.add(row)
-                num_rows += 1
                 max_token_id = max(max_token_id, row.max_token_id)
                 continue
             bad[row.reason.value] += row.num_rows
-            num_rows += row.num_rows
             if len(named) < MAX_NAMED_ROWS:
                 named.append(row)
     return SplitResult(

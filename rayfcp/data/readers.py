@@ -3,7 +3,7 @@
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayfcp.data.manifest import resolve
+from rayfcp.data.messages import CHAT_COLUMNS, has_chat
 from rayfcp.data.rows import BadReason, BadRow, BadRowError, RawRow, TokenRow, make_row
 from rayfcp.data.sources import InputFile
 from rayfcp.data.tokenizer import Tokenizer
@@ -29,19 +30,21 @@ _BROKEN = (pa.ArrowException, OSError, EOFError, ValueError, MemoryError, zlib.e
 """Errors of the formats' readers on broken bytes: EOFError for a truncated archive, ValueError for a name that is not
 UTF-8, MemoryError for a message that claims terabytes."""
 
-_CHAT_HINT = "chat messages need data.processor; for text models render them with the chat template into a text column"
-
 MediaEncoder = Callable[[Mapping[str, Any], str], TokenRow]
 """Encodes the media columns of a row of the file with this URL; raises BadRowError."""
+ChatCall = Callable[[Mapping[str, Any]], list[TokenRow]]
+"""Encodes the columns of a row with a conversation; raises BadRowError."""
 _Rows = Iterator[RawRow | BadRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """Columns to read beside `input_ids` and `labels`: a text, and the media columns if `media`."""
+    """Columns to read beside `input_ids` and `labels`: a text, the media columns if `media`, and those of conversations
+    if `chat`."""
 
     text: str
     media: bool = False
+    chat: bool = False
 
 
 def read_rows(
@@ -50,22 +53,24 @@ def read_rows(
     tokenizer: Tokenizer,
     text_column: str,
     media: MediaEncoder | None = None,
+    chat: ChatCall | None = None,
 ) -> Iterator[TokenRow | BadRow]:
     """Every row of the file, tokenised and checked, or why it is skipped. Row numbers count from the piece's start.
 
     A row with `input_ids` is used as it is, with its `labels` if present; with `media`, a row that has media columns is
-    encoded by it; otherwise `text_column` is tokenised. A file that breaks off gives the rows before the break and one
-    BadRow for the rest.
+    encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the usual columns
+    is encoded. A file that breaks off gives the rows before the break and one BadRow for the rest.
     """
     pending: list[RawRow | BadRow] = []
     size = 0
-    for raw in _raw_rows(file, RowColumns(text=text_column, media=media is not None)):
+    encoded = partial(_encoded, file=file, tokenizer=tokenizer, media=media, chat=chat)
+    for raw in _raw_rows(file, RowColumns(text=text_column, media=media is not None, chat=chat is not None)):
         pending.append(raw)
         size += _size(raw)
         if len(pending) >= _BATCH_ROWS or size >= _BATCH_SIZE:
-            yield from _encoded(pending, file=file, tokenizer=tokenizer, media=media)
+            yield from encoded(pending)
             pending, size = [], 0
-    yield from _encoded(pending, file=file, tokenizer=tokenizer, media=media)
+    yield from encoded(pending)
 
 
 def _size(raw: RawRow | BadRow) -> int:
@@ -79,7 +84,12 @@ def _size(raw: RawRow | BadRow) -> int:
 
 
 def _encoded(
-    raws: list[RawRow | BadRow], *, file: InputFile, tokenizer: Tokenizer, media: MediaEncoder | None
+    raws: list[RawRow | BadRow],
+    *,
+    file: InputFile,
+    tokenizer: Tokenizer,
+    media: MediaEncoder | None,
+    chat: ChatCall | None,
 ) -> Iterator[TokenRow | BadRow]:
     texts = [raw.text for raw in raws if isinstance(raw, RawRow) and raw.text is not None]
     encoded = iter(tokenizer.encode_batch(texts) if texts else [])
@@ -92,6 +102,8 @@ def _encoded(
                 if raw.tokens is not None:
                     raise BadRowError(BadReason.WRONG_TYPE, "images beside input_ids, whose positions are unknown")
                 yield media(raw.media, file.url)
+            elif raw.chat is not None and chat is not None:
+                yield from chat(raw.chat)
             else:
                 yield make_row(raw.tokens if raw.text is None else next(encoded), labels=raw.labels)
         except BadRowError as error:
@@ -171,19 +183,22 @@ def _record_row(record: Mapping[str, Any], *, row: int, columns: RowColumns) -> 
         return RawRow(row=row, tokens=record["input_ids"], labels=record.get("labels"), media=media)
     if media is not None:
         return RawRow(row=row, media=media)
+    text = record.get(columns.text)
+    if columns.chat and (isinstance(text, list) or (text is None and has_chat(record))):
+        chat = {name: record[name] for name in CHAT_COLUMNS if name in record}
+        return RawRow(row=row, chat=chat if text is None else {**chat, "messages": text})
     if columns.text not in record:
-        raise _missing_text(record, columns)
-    return RawRow(row=row, text=_text(record[columns.text], name=columns.text))
+        raise _missing_text(columns)
+    return RawRow(row=row, text=_text(text, name=columns.text))
 
 
-def _missing_text(names: Iterable[str], columns: RowColumns) -> BadRowError:
-    hint = f"; {_CHAT_HINT}" if "messages" in names else ""
-    return BadRowError(BadReason.MISSING_COLUMN, f"neither input_ids nor {columns.text}{hint}")
+def _missing_text(columns: RowColumns) -> BadRowError:
+    others = ", messages, conversations nor prompt and completion" if columns.chat else ""
+    return BadRowError(BadReason.MISSING_COLUMN, f"neither input_ids nor {columns.text}{others}")
 
 
 def _wrong_type(name: str, kind: str) -> BadRowError:
-    hint = f"; {_CHAT_HINT}" if name == "messages" else ""
-    return BadRowError(BadReason.WRONG_TYPE, f"{name} is {kind}{hint}")
+    return BadRowError(BadReason.WRONG_TYPE, f"{name} is {kind}")
 
 
 def _text(value: Any, *, name: str) -> str:
@@ -220,7 +235,7 @@ def _parquet_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _R
             continue
         group_stop = row + metadata.num_rows
         if not names:
-            missing = _missing_text(parquet.schema_arrow.names, columns)
+            missing = _missing_text(columns)
             yield _bad(file, row, missing, num_rows=metadata.num_rows)
             row = group_stop
             continue
@@ -258,12 +273,23 @@ def _arrow_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Row
 
 def _selected(schema: pa.Schema, columns: RowColumns) -> list[str]:
     """Columns to read; a column that occurs twice counts as absent."""
-    has = {name for name in (*_TOKEN_COLUMNS, columns.text, *MEDIA_COLUMNS) if schema.get_field_index(name) >= 0}
+    known = (*_TOKEN_COLUMNS, columns.text, *MEDIA_COLUMNS, *CHAT_COLUMNS)
+    has = {name for name in known if schema.get_field_index(name) >= 0}
     if columns.media and has.intersection(MEDIA_COLUMNS):
         return [name for name in (*MEDIA_COLUMNS, columns.text, *_TOKEN_COLUMNS) if name in has]
     if "input_ids" in has:
         return [name for name in _TOKEN_COLUMNS if name in has]
-    return [columns.text] if columns.text in has else []
+    others = [name for name in CHAT_COLUMNS if name in has and name != columns.text]
+    if columns.text in has:
+        return [columns.text, *(others if _is_list(schema, columns) else [])]
+    return others if columns.chat and has_chat(dict.fromkeys(others, True)) else []
+
+
+def _is_list(schema: pa.Schema, columns: RowColumns) -> bool:
+    """True if the text column has conversations instead."""
+    place = schema.get_field_index(columns.text)
+    kind = schema.field(place).type if place >= 0 and columns.chat else pa.null()
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _batch_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: RowColumns) -> _Rows:
@@ -272,8 +298,8 @@ def _batch_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: 
     if batch.num_rows == 0:
         return
     if not names:
-        yield _bad(file, first, _missing_text(batch.schema.names, columns), num_rows=batch.num_rows)
-    elif set(names) & set(MEDIA_COLUMNS):
+        yield _bad(file, first, _missing_text(columns), num_rows=batch.num_rows)
+    elif set(names) - {columns.text, *_TOKEN_COLUMNS} or _is_list(batch.schema, columns):
         kept = batch.select(names)
         for row in range(first, first + batch.num_rows):
             yield _row(file, row, partial(_media_row, kept.slice(row - first, 1), row=row, columns=columns))
@@ -325,7 +351,15 @@ def _token_row(values: Sequence[Any], *, row: int, columns: RowColumns) -> RawRo
 def _media_row(batch: pa.RecordBatch, *, row: int, columns: RowColumns) -> RawRow:
     """The row of a batch of one."""
     batch.validate(full=True)  # broken bytes can hold offsets that point anywhere
-    return _record_row(batch.to_pylist()[0], row=row, columns=columns)
+    record = batch.to_pylist()[0]
+    # Tables fill an object's missing keys with nulls, which templates would print.
+    return _record_row(_without_nulls(record) if columns.chat else record, row=row, columns=columns)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[IO[bytes], InputFile, RowColumns], _Rows]] = {

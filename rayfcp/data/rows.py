@@ -37,6 +37,14 @@ class BadReason(StrEnum):
     IMAGE_UNREADABLE = "picture_unreadable"
     IMAGE_TOO_LARGE = "picture_too_large"
     MARKERS_MISMATCH = "markers_mismatch"
+    BAD_MESSAGES = "bad_messages"
+    BAD_WEIGHT = "bad_weight"
+    NO_CHAT_TEMPLATE = "no_chat_template"
+    TEMPLATE_ERROR = "template_error"
+    PROMPT_MISMATCH = "prompt_mismatch"
+    MARKS_MISMATCH = "marks_mismatch"
+    TOKEN_ACROSS_BORDER = "token_across_border"
+    NO_TARGETS = "no_targets"
 
 
 class BadRowError(Exception):
@@ -67,13 +75,15 @@ class BadRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
     """A row as its file has it: `text`, or `tokens` (list or integer array) with `labels` of the same kind or None.
-    `media`: values of the media columns, where they are read; they cannot be combined with tokens."""
+    `media`: values of the media columns, where they are read; they cannot be combined with tokens. `chat`: values of
+    the columns with a conversation, in a row without tokens and text."""
 
     row: int
     text: str | None = None
     tokens: Any = None
     labels: Any = None
     media: Mapping[str, Any] | None = None
+    chat: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +91,7 @@ class TokenRow:
     """Checked tokens `[tokens]`, at least one; `labels` `[tokens]`, or None where the tokens are the labels.
 
     `num_targets` counts the positions after the first whose label is not -100; `max_token_id` covers labels.
+    `num_rows`: 1, or 0 for a further sample of the row before.
     """
 
     tokens: TokenArray
@@ -88,6 +99,7 @@ class TokenRow:
     num_targets: int
     max_token_id: int
     images: "RowImages | None" = None
+    num_rows: int = 1
 
 
 def make_row(tokens: Any, *, labels: Any = None) -> TokenRow:

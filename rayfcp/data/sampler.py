@@ -44,6 +44,16 @@ def permute(positions: npt.NDArray[np.int64], *, size: int, seed: int, epoch: in
     return values.astype(np.int64)
 
 
+def shuffled(numbers: npt.NDArray[np.int64], *, size: int, seed: int) -> npt.NDArray[np.int64]:
+    """Positions in `[0, size)` of the samples that are drawn at `numbers`, ascending from 0 on: epoch after epoch, each
+    in an order of its own."""
+    epochs, positions = np.divmod(numbers, size)
+    chosen = [
+        permute(positions[epochs == epoch], size=size, seed=seed, epoch=int(epoch)) for epoch in np.unique(epochs)
+    ]
+    return np.concatenate([np.empty(0, dtype=np.int64), *chosen])
+
+
 def _keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     digest = hashlib.blake2b(f"rayfcp order {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -69,6 +79,7 @@ _REMEDIES = {
     "global_batch_sequences": "data.global_batch_sequences",
     "max_seqlen": "data.max_seqlen",
     "long_sequences": "data.long_sequences",
+    "mixture": "the mixture of data.sources, data.temperature and data.schedule",
     "data": "data.paths (their content)",
 }
 
@@ -92,14 +103,13 @@ class Sampler:
         """
         if step < 1:
             raise ValueError(f"step is {step}, must be at least 1; steps count from 1")
-        size = len(self._index)
-        taken = np.arange((step - 1) * self._global_batch, step * self._global_batch, dtype=np.int64)
-        epochs, positions = np.divmod(taken, size)
-        chosen = [
-            permute(positions[epochs == epoch], size=size, seed=self._seed, epoch=int(epoch))
-            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
-        ]
-        return GlobalBatch(step=step, epoch=int(epochs[0]), samples=self._index.samples(np.concatenate(chosen)))
+        return self._batch(step, first=(step - 1) * self._global_batch)
+
+    def _batch(self, step: int, *, first: int) -> GlobalBatch:
+        """The batch of the run's samples from `first` on."""
+        numbers = np.arange(first, first + self._global_batch, dtype=np.int64)
+        positions = shuffled(numbers, size=len(self._index), seed=self._seed)
+        return GlobalBatch(step=step, epoch=first // len(self._index), samples=self._index.samples(positions))
 
     def state(self, step: int) -> dict[str, Any]:
         """State for a checkpoint after `step`: everything that the order depends on, and the progress in it."""
@@ -120,8 +130,8 @@ class Sampler:
         """
         now = self.state(0)
         for name, remedy in _REMEDIES.items():
-            if state.get(name) != now[name]:
+            if state.get(name) != now.get(name):
                 raise ConfigError(
-                    f"{remedy} is {now[name]!r}, must be {state.get(name)!r} as in the checkpoint; "
+                    f"{remedy} is {now.get(name)!r}, must be {state.get(name)!r} as in the checkpoint; "
                     "set it back, or start a new run"
                 )

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data.manifest import name_of, resolve
 
 SPLIT_BYTES = 16 << 20

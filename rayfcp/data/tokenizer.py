@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -9,10 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data.hub import locate
 
 TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpannedTokens:
+    """Token ids `[tokens]` of a text, and the characters `[starts, stops)` of each; a token that the tokenizer adds has
+    none."""
+
+    ids: TokenArray
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
 
 
 class ByteTokenizer:
@@ -26,6 +37,7 @@ class ByteTokenizer:
     vocab_size = 258
     fingerprint = "bytes-1"
     eos_id: int | None = 257
+    library: Any = None
 
     def encode(self, text: str) -> TokenArray:
         """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""
@@ -36,6 +48,13 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         return [self.encode(text) for text in texts]
+
+    def encode_spans(self, text: str, *, is_document: bool) -> SpannedTokens:
+        """Tokens with their characters, with the end token if `is_document`."""
+        widths = [len(character.encode()) for character in text]
+        starts = np.repeat(np.arange(len(text)), widths)
+        tokens = SpannedTokens(ids=self.encode(text)[:-1], starts=starts, stops=starts + 1)
+        return _ended(tokens, self.eos_id) if is_document else tokens
 
 
 class HuggingFaceTokenizer:
@@ -49,6 +68,11 @@ class HuggingFaceTokenizer:
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.fingerprint = _fingerprint(self._tokenizer)
 
+    @property
+    def library(self) -> Any:
+        """The library's tokenizer, which renders chat templates."""
+        return self._tokenizer
+
     def encode(self, text: str) -> TokenArray:
         return self.encode_batch([text])[0]
 
@@ -58,6 +82,39 @@ class HuggingFaceTokenizer:
             if self.eos_id is not None and tokens[-1:] != [self.eos_id]:
                 tokens.append(self.eos_id)
         return [np.array(tokens, dtype=np.int32) for tokens in encoded["input_ids"]]
+
+    def encode_spans(self, text: str, *, is_document: bool) -> SpannedTokens:
+        """Tokens with their characters. A document has the tokens that begin and end one, as in `encode`; a rendered
+        conversation has them in its text.
+
+        Raises:
+            ConfigError: The tokenizer does not know the characters of its tokens.
+        """
+        if not self._tokenizer.is_fast:
+            raise ConfigError(
+                f"data.tokenizer is {self.name!r}, must have a tokenizer.json to say where the tokens of an answer "
+                "are; convert it with transformers"
+            )
+        encoded = self._tokenizer(
+            text,
+            add_special_tokens=is_document,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
+        tokens = SpannedTokens(ids=ids, starts=offsets[:, 0], stops=offsets[:, 1])
+        return _ended(tokens, self.eos_id) if is_document else tokens
+
+
+def _ended(tokens: SpannedTokens, eos_id: int | None) -> SpannedTokens:
+    """The tokens and an end token, unless they have one."""
+    if eos_id is None or tokens.ids[-1:].tolist() == [eos_id]:
+        return tokens
+    end = tokens.stops.max(initial=0)
+    starts, stops = np.append(tokens.starts, end), np.append(tokens.stops, end)
+    return SpannedTokens(ids=np.append(tokens.ids, np.int32(eos_id)), starts=starts, stops=stops)
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer

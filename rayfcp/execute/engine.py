@@ -17,7 +17,7 @@ from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageRange
 from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, TokenSource
+from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, Mixed, TokenSource
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import LocalAdamW, learning_rate, make_optimizer, totals, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
@@ -228,7 +228,8 @@ class RankEngine:
                 sum_over = generation.wait.timed()(generation.groups.sum)
                 batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
             tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
-            done = generation.interpreter.enqueue(program, tokens, images=images, loss_scale=loss_scale)
+            mixed = Mixed(source_of=batch.source_of, num_sources=len(batch.sources)) if batch.sources else None
+            done = generation.interpreter.enqueue(program, tokens, images=images, loss_scale=loss_scale, mixed=mixed)
             release(generation.module)
             # The host waits for the device in the update, and nowhere before.
             numbers, update_s = self._update(batch, done.loss_sum)
@@ -320,6 +321,7 @@ class RankEngine:
             copied=generation.snapshots.copied,
             message_s=done.wait_s,
             broken=broken,
+            source_losses=done.source_losses if position.tensor_rank == 0 else (),
         )
 
     def _update(self, batch: GlobalBatch, loss_sum: Tensor) -> tuple[tuple[float, float, float], tuple[float, ...]]:

@@ -19,7 +19,7 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
 from rayfcp.execute.kernels import AttentionKernel
-from rayfcp.execute.parallel.sharding import StageModule, set_reduce
+from rayfcp.execute.parallel.sharding import SourceLosses, StageModule, set_reduce
 from rayfcp.execute.parallel.transport import AttentionStats, Pipes, Transport
 from rayfcp.execute.scoring import TokenLosses
 from rayfcp.execute.vision import ImageSource, PlacedFeatures, pixels_of, place_features
@@ -56,7 +56,8 @@ class TokenSource(Protocol):
 class Execution:
     """Results of one rank on one stage for one global batch. `loss_sum`: of its own tokens, 0 before the last stage.
     `bytes_sent`: to other ranks of the stage, by attention. `wait_s`: for messages, those of other stages included.
-    `gather_s[m]`: growth of the interpreter's `waited` in microbatch m."""
+    `gather_s[m]`: growth of the interpreter's `waited` in microbatch m. `source_losses`: `loss_sum` by source of a
+    mixture."""
 
     loss_sum: float
     spans: tuple[Span, ...]
@@ -64,6 +65,7 @@ class Execution:
     num_pairs: float
     wait_s: float
     gather_s: tuple[float, ...] = ()
+    source_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class Enqueued:
     loss_sum: Tensor
     stats: AttentionStats
     record: "_SpanRecord"
+    source_losses: Tensor | None = None
 
     def read(self) -> Execution:
         """Wait for the device, unless that has been done, and read the results."""
@@ -84,6 +87,7 @@ class Enqueued:
             num_pairs=self.stats.pairs,
             wait_s=self.stats.wait_s,
             gather_s=tuple(waited_s[each] for each in sorted(waited_s)),
+            source_losses=() if self.source_losses is None else tuple(self.source_losses.tolist()),
         )
 
 
@@ -99,6 +103,14 @@ class BatchTokens:
         return tokens, targets if sample.num_targets else np.full_like(targets, IGNORED)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """Sources of a mixture's global batch: number of each sequence's source, in `[0, num_sources)`."""
+
+    source_of: tuple[int, ...]
+    num_sources: int
+
+
 class Passes:
     """Forward and backward passes of one stage in one global batch, and the state between them.
 
@@ -108,14 +120,26 @@ class Passes:
     """
 
     def __init__(
-        self, program: RankProgram, model: StageModule, *, pipes: Pipes | None, loss_scale: float, device: torch.device
+        self,
+        program: RankProgram,
+        model: StageModule,
+        *,
+        pipes: Pipes | None,
+        loss_scale: float,
+        device: torch.device,
+        mixed: Mixed | None = None,
     ) -> None:
         self._model, self._pipes, self._loss_scale, self._device = model, pipes, loss_scale, device
         self._is_first, self._is_last = program.stage == 0, program.stage == program.num_stages - 1
         self.stats = AttentionStats(clock=backend_of(device).clock(time.perf_counter))
         self.loss_sum = torch.zeros((), dtype=backend_of(device).sum_dtype, device=device)
         self.scored: list[TokenLosses] = []
+        self._mixed = mixed if self._is_last else None
+        self.source_losses: Tensor | None = None
+        if self._mixed is not None:
+            self.source_losses = torch.zeros(self._mixed.num_sources, dtype=self.loss_sum.dtype, device=device)
         # By microbatch:
+        self._sources: dict[int, SourceLosses] = {}
         self._loaded: dict[int, tuple[Tensor | None, Tensor, Tensor | None]] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._placed: dict[int, PlacedFeatures] = {}
@@ -123,6 +147,10 @@ class Passes:
         self._activations_out: dict[int, Tensor] = {}
         self._outputs: dict[int, GradientEdge] = {}
         self._output_gradients: dict[int, Tensor] = {}
+
+    def enqueued(self, record: "_SpanRecord") -> Enqueued:
+        """The results, once all instructions are enqueued."""
+        return Enqueued(loss_sum=self.loss_sum, stats=self.stats, record=record, source_losses=self.source_losses)
 
     def load(self, item: Load, tokens: TokenSource, *, images: ImageSource | None) -> None:
         """Read ids (on the first stage), positions and targets (on the last one) of a load's pieces, in its order, each
@@ -142,6 +170,10 @@ class Passes:
             self._joined(positions or [np.array([0])]),
             self._joined([targets for _, targets in read]) if self._is_last else None,
         )
+        if self._mixed is not None and self.source_losses is not None:
+            rows = [np.full(piece.stop - piece.start, self._mixed.source_of[piece.sequence]) for piece in pieces]
+            rows = rows or [np.zeros(1, dtype=np.int64)]  # padding, without a loss
+            self._sources[item.microbatch] = SourceLosses(rows=self._joined(rows), sums=self.source_losses)
 
     def _joined(self, rows: list[Tokens]) -> Tensor:
         return to_device(np.concatenate(rows, axis=-1), dtype=torch.int64, device=self._device)
@@ -167,7 +199,8 @@ class Passes:
         inputs = ids if ids is not None else self._activations_in[item.microbatch]
         # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
         placed = self._placed.pop(item.microbatch, None)
-        output: Tensor = self._model(inputs, positions, targets, context, keep_logits, placed)
+        mixed = {"by_source": self._sources.pop(item.microbatch)} if self._mixed is not None else {}
+        output: Tensor = self._model(inputs, positions, targets, context, keep_logits, placed, **mixed)
         output = output.squeeze(0)  # here, since FSDP's hooks want no view
         self.stats.buffers.clear()
         self._outputs[item.microbatch] = get_gradient_edge(output)
@@ -246,12 +279,19 @@ class Interpreter:
         return self.enqueue(program, tokens, images=images, loss_scale=loss_scale).read()
 
     def enqueue(
-        self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
+        self,
+        program: RankProgram,
+        tokens: TokenSource,
+        *,
+        images: ImageSource | None = None,
+        loss_scale: float = 1.0,
+        mixed: Mixed | None = None,
     ) -> Enqueued:
-        """`run` without waiting for the device."""
-        passes = Passes(program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device)
-        record = self._passed(program, tokens, passes=passes, images=images)
-        return Enqueued(loss_sum=passes.loss_sum, stats=passes.stats, record=record)
+        """`run` without waiting for the device. `mixed`: of a mixture, by whose sources losses are added up too."""
+        passes = Passes(
+            program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device, mixed=mixed
+        )
+        return passes.enqueued(self._passed(program, tokens, passes=passes, images=images))
 
     @torch.no_grad()
     def score(

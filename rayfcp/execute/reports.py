@@ -137,7 +137,8 @@ class DeviceReport:
     microbatch m, NaN on accelerators.
     `snapshot_s`: part of `step_s` spent waiting for
     copies of the state. `copied`: newest state of which this device's copy is complete in its node's memory.
-    `broken`: images of this device that could not be decoded, with the reasons.
+    `broken`: images of this device that could not be decoded, with the reasons. `source_losses`: sums of losses of this
+    device's tokens, by source of a mixture; on the last stage's first tensor-parallel device alone.
     """
 
     number: int
@@ -157,6 +158,7 @@ class DeviceReport:
     snapshot_s: float = 0.0
     copied: StateId | None = None
     broken: tuple[str, ...] = ()
+    source_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.parallel.sharding import StageModule
+from rayfcp.execute.parallel.sharding import SourceLosses, StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
 
@@ -29,44 +29,51 @@ _SCALED_ROWS = 4096
 """Rows scaled in fp32 at a time: enough for one kernel launch, little memory."""
 
 
-def head_loss(head: nn.Linear, hidden: Tensor, *, targets: Tensor, chunk_tokens: int) -> Tensor:
+def head_loss(
+    head: nn.Linear, hidden: Tensor, *, targets: Tensor, chunk_tokens: int, by_source: SourceLosses | None = None
+) -> Tensor:
     """Sum of cross entropies over targets that are not -100, in fp32 at least. `hidden`: `[tokens, hidden]`.
 
     From forward to backward it keeps the gradients of `hidden` and of the head's parameters, in their dtypes.
     """
-    return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return, no-untyped-call]
+    return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens, by_source)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def token_losses(head: nn.Module, hidden: Tensor, *, targets: Tensor, chunk_tokens: int) -> Tensor:
     """Cross entropies of single tokens, `[tokens]`, in fp32 at least, 0 where the target is -100; for any head. Without
     gradients: nothing of a chunk's logits is kept."""
-    losses = hidden.new_zeros(len(hidden), dtype=_wide(hidden))
-    parts = (each.split(chunk_tokens) for each in (hidden, targets, losses))
-    for own, wanted, found in zip(*parts, strict=True):
-        logits = head(own)
-        found.copy_(F.cross_entropy(logits.to(_wide(logits)), wanted, ignore_index=IGNORED, reduction="none"))
-    return losses
+    parts = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    return torch.cat([cross_entropy_sum(head, own, targets=wanted, reduction="none") for own, wanted in parts])
 
 
-def cross_entropy_sum(head: nn.Module, hidden: Tensor, *, targets: Tensor) -> Tensor:
-    """`head_loss` by autograd, all logits at once, for any head."""
+def cross_entropy_sum(head: nn.Module, hidden: Tensor, *, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """`head_loss` by autograd, all logits at once, for any head. `reduction` none: the losses `[tokens]`."""
     logits = head(hidden)
-    return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction=reduction)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk_tokens: int,
+        by_source: SourceLosses | None,
     ) -> Tensor:
         wide = _wide(hidden)
         loss = hidden.new_zeros((), dtype=wide)
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
         bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide)
         parts = (each.split(chunk_tokens) for each in (hidden, targets, hidden_grad))
-        for own, wanted, own_grad in zip(*parts, strict=True):
+        for number, (own, wanted, own_grad) in enumerate(zip(*parts, strict=True)):
             logits = F.linear(own, weight, bias)
-            loss += _into_gradient(logits, wanted)
+            losses = _into_gradient(logits, wanted)
+            loss += losses.sum()
+            if by_source is not None:
+                by_source.add(losses, start=number * chunk_tokens)
             torch.mm(logits, weight, out=own_grad)
             weight_grad.addmm_(logits.t(), own)
             if bias_grad is not None:
@@ -80,7 +87,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad, bias_grad = ctx.saved_tensors
         biases = None if bias_grad is None else (bias_grad * scale).to(weight_grad.dtype)
-        return _scaled(hidden_grad, scale), _scaled(weight_grad, scale), biases, None, None
+        return _scaled(hidden_grad, scale), _scaled(weight_grad, scale), biases, None, None, None
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -92,7 +99,7 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the losses of `logits`, `[tokens, vocab]`, which are overwritten with its gradient.
+    """Losses `[tokens]` of `logits`, `[tokens, vocab]`, which are overwritten with the gradient of their sum.
 
     Without a fused kernel one wide copy of the logits exists at a time: `log_softmax` to a wider dtype would make two.
     """
@@ -107,7 +114,7 @@ def _into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     losses = (total.log() - chosen).squeeze(1).masked_fill(~counted, 0.0)
     shares.scatter_add_(1, index, -total)
     torch.mul(shares, counted.unsqueeze(1) / total, out=logits)
-    return losses.sum()
+    return losses
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -169,6 +176,7 @@ class CausalLM(StageModule):
         keep_logits: bool = True,
         placed: "PlacedFeatures | None" = None,
         by_token: bool = False,
+        by_source: SourceLosses | None = None,
     ) -> Tensor:
         """Sum of cross entropies in fp32 over targets that are not -100; before the last stage the activations
         `[1, tokens, hidden]`.
@@ -181,24 +189,33 @@ class CausalLM(StageModule):
             keep_logits: Keep the gradients of the logits, since backward follows at once; otherwise recompute them.
             placed: Image features in place of the embeddings of their tokens.
             by_token: Return the cross entropy of each token, `[tokens]`, in place of their sum; without gradients.
+            by_source: Where the last stage adds up its losses by source.
         """
         given = self._decoder_inputs(inputs, placed)
         output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False, **{KEYWORD: attention})
         hidden: Tensor = output.last_hidden_state
         if not self.stage.is_last:
             return hidden
-        hidden = hidden.squeeze(0)
         assert targets is not None
-        head = self.model.get_output_embeddings()
+        hidden = hidden.squeeze(0)
         few = min(loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size()), LOSS_CHUNK_TOKENS)
         if by_token:
-            return token_losses(head, hidden, targets=targets, chunk_tokens=few)
-        if keep_logits and type(head) is nn.Linear and torch.is_grad_enabled():
-            return head_loss(head, hidden, targets=targets, chunk_tokens=few)
+            return token_losses(self.model.get_output_embeddings(), hidden, targets=targets, chunk_tokens=few)
+        return self._loss(hidden, targets, few=few if keep_logits else 0, by_source=by_source)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, *, few: int, by_source: SourceLosses | None) -> Tensor:
+        """Sum of losses by `head_loss` in chunks of `few` tokens, or if that is 0 by repeated passes."""
+        head = self.model.get_output_embeddings()
+        if few and type(head) is nn.Linear and torch.is_grad_enabled():
+            return head_loss(head, hidden, targets=targets, chunk_tokens=few, by_source=by_source)
         few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more per token
         again = functools.partial(checkpoint, cross_entropy_sum, head, use_reentrant=False, preserve_rng_state=False)
         parts = zip(hidden.split(few), targets.split(few), strict=True)
-        return torch.stack([again(own, targets=wanted) for own, wanted in parts]).sum()
+        if by_source is None:
+            return torch.stack([again(own, targets=wanted) for own, wanted in parts]).sum()
+        losses = torch.cat([again(own, targets=wanted, reduction="none") for own, wanted in parts])
+        by_source.add(losses, start=0)  # here, since the passes above are repeated
+        return losses.sum()
 
     def _decoder_inputs(self, inputs: Tensor, placed: "PlacedFeatures | None") -> dict[str, Any]:
         assert placed is None

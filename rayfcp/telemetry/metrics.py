@@ -206,6 +206,9 @@ class MetricsExporter:
         degrees: Multiset[int] = Multiset()
         for report in reports:
             degrees.update(report.degrees)
+            for name, source in report.sources.items():
+                series.restore("source_tokens_total", source.num_tokens, source=name)
+                series.restore("source_sequences_total", source.num_sequences, source=name)
         series.restore_observed("context_parallel_degree", degrees)
         self._live.restore([report for report in reports if report.step <= resume_step])
 
@@ -226,6 +229,12 @@ class MetricsExporter:
             self._series.add("sequences_total", report.num_sequences)
             self._series.add("strategy_steps_total", 1, strategy=report.strategy)
             self._series.observe("context_parallel_degree", report.degrees)
+            for name, source in report.sources.items():
+                self._series.add("source_tokens_total", source.num_tokens, source=name)
+                self._series.add("source_sequences_total", source.num_sequences, source=name)
+        for name, source in report.sources.items():
+            if math.isfinite(source.loss):
+                self._series.set("source_loss", source.loss, source=name)
         self._live.observe(report, goodput=goodput)
 
     def observe_workers(

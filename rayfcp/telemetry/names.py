@@ -88,6 +88,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("eval_loss", "nats per target", "Mean loss of the last evaluated state on an evaluation set", "set"),
     _gauge("eval_perplexity", "1", "exp(eval_loss)", "set"),
     _gauge("eval_seconds", "seconds", "Last evaluation, of all sets"),
+    _gauge("source_loss", "nats per target", "Loss of a mixture's source in the last step that had it", "source"),
     _gauge("grad_norm", "1", "Gradient norm of the last step, before clipping"),
     _gauge("learning_rate", "1", "Learning rate of the last step"),
     _gauge("world_size", "devices", "Devices in use"),
@@ -124,6 +125,10 @@ METRICS: tuple[Metric, ...] = (
     _gauge("worker_memory_bytes", "bytes", "Memory of a device: resident, allocated or peak", RANK, "kind"),
     _counter("tokens_total", "tokens", "Tokens trained on", kept=Persistence.STEPS),
     _counter("sequences_total", "sequences", "Sequences trained on", kept=Persistence.STEPS),
+    _counter("source_tokens_total", "tokens", "Tokens of a mixture's source", "source", kept=Persistence.STEPS),
+    _counter(
+        "source_sequences_total", "sequences", "Sequences of a mixture's source", "source", kept=Persistence.STEPS
+    ),
     _counter(
         "strategy_steps_total",
         "steps",

@@ -25,7 +25,7 @@ from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.telemetry.summary import RunSummary, counted, number, percent, prepared_text, seconds, summarize
 from rayfcp.telemetry.trace import PREDICTED, timeline_chart
-from rayfcp.values import StepReport
+from rayfcp.values import SourceReport, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +198,24 @@ def _folded(title: str, body: str) -> str:
     return f"<details><summary>{title}</summary><div>{body}</div></details>"
 
 
+def sources_table(reports: Sequence[StepReport]) -> str:
+    """Return what each source of a mixture gave to the run; empty without one."""
+    given: dict[str, list[SourceReport]] = {}
+    for report in reports:
+        for name, source in report.sources.items():
+            given.setdefault(name, []).append(source)
+    total = sum(source.num_tokens for sources in given.values() for source in sources)
+    rows = []
+    for name, sources in given.items():
+        sequences, tokens = (sum(getattr(each, key) for each in sources) for key in ("num_sequences", "num_tokens"))
+        losses = [each.loss for each in sources if math.isfinite(each.loss)] or [math.nan]
+        share, mean = percent(tokens / max(total, 1)), number(tokens / max(sequences, 1))
+        loss = f"{number(losses[0])} → {number(losses[-1])}"
+        rows.append((name, f"{sequences:,}", f"{tokens:,}", share, mean, loss))
+    heads = ("source", "sequences", "tokens", "share of tokens", "mean length", "loss")
+    return f'<h2>Sources</h2><div class="card events">{table(heads, rows)}</div>' if rows else ""
+
+
 def plans_table(reports: Sequence[StepReport]) -> str:
     """Return the strategies that planned steps, most frequent first, each with the reason of its last plan; empty
     without reasons."""
@@ -329,7 +347,7 @@ def _facts(run: RunFiles, *, config: Any) -> list[str]:
     what = [run.summary.strategy, model, _at(config, "model", "dtype"), _at(config, "cluster", "device")]
     started = [f"started {_date(run.events[0].at_s)}"] if run.events else []
     written = f"report written {_date(time.time())} on {socket.gethostname()} by rayfcp {__version__}"
-    data = _at(config, "data", "paths")
+    data = _at(config, "data", "paths") or list(_at(config, "data", "sources") or {})
     where = [f"data {', '.join(map(str, data))}"] if isinstance(data, list) else []
     return [" · ".join(str(fact) for fact in facts if fact) for facts in (what, [*where, *started, written])]
 
@@ -359,6 +377,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
     return [
         data_script(step_values(steps, marks=marks), attributes=' id="step-values"'),
         f"<h2>Training</h2><p>{note}</p>{_charts(trained)}",
+        sources_table(steps),
         f"<h2>Predicted and measured</h2>{refitted}{last_told(run.events, EventKind.PLANNING)}"
         f"{_charts(_step_figures('step-time', 'prediction', 'gap', 'planning'))}",
         f"<h2>Balance and devices</h2>{_charts(''.join(balance))}",

@@ -21,7 +21,7 @@ from rayfcp.values.plan import (
     Transfer,
 )
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
-from rayfcp.values.report import EvalResult, Imbalance, Span, SpanKind, StepReport
+from rayfcp.values.report import EvalResult, Imbalance, SourceReport, Span, SpanKind, StepReport
 from rayfcp.values.sequence import Images, SequenceSpec
 from rayfcp.values.state import KeptStates, ShardHeader, StateId
 
@@ -56,6 +56,7 @@ __all__ = [
     "SequenceSpec",
     "ShardHeader",
     "Slice",
+    "SourceReport",
     "Span",
     "SpanKind",
     "StateId",

@@ -26,11 +26,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Samples of one step in sampler order. Sequence id in a plan = position in `samples`."""
+    """Samples of one step in sampler order. Sequence id in a plan = position in `samples`. `sources`: names of the
+    sources of a mixture; `source_of`: number of each sample's source in it."""
 
     step: int
     epoch: int
     samples: tuple[Sample, ...]
+    sources: tuple[str, ...] = ()
+    source_of: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +42,15 @@ class GlobalBatch:
     @property
     def num_targets(self) -> int:
         return sum(sample.num_targets for sample in self.samples)
+
+    @property
+    def by_source(self) -> dict[str, tuple[int, int, int]]:
+        """Sequences, tokens and targets of each source of a mixture, by name."""
+        found = {name: (0, 0, 0) for name in self.sources}
+        for number, sample in zip(self.source_of, self.samples, strict=False):
+            count, tokens, targets = found[self.sources[number]]
+            found[self.sources[number]] = (count + 1, tokens + sample.num_tokens, targets + sample.num_targets)
+        return found
 
     @property
     def samples_hash(self) -> str:

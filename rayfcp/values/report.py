@@ -1,6 +1,7 @@
 """Reports of committed steps (lines of `steps.jsonl`), and spans of time on a rank."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -41,6 +42,16 @@ MAX_LOSS = 700.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """What a source of a mixture gave to a step. `loss`: mean over its targets, NaN if it has none."""
+
+    num_sequences: int
+    num_tokens: int
+    num_targets: int
+    loss: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
@@ -50,7 +61,7 @@ class StepReport:
     the devices in use). `bubble`: share of rank time spent waiting for other ranks, their messages, gathers and
     reductions included (NaN on accelerators). `degrees`: groups per degree. `recovered`: the step ran again after a
     failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen. `eval`: the state
-    after the step on each evaluation set; empty, and absent in the line, if it was not evaluated.
+    after the step on each evaluation set; `sources`: of a mixture, by name. Both are absent in the line if empty.
     """
 
     step: int
@@ -78,6 +89,7 @@ class StepReport:
     recovered: bool = False
     reason: str = ""
     eval: dict[str, EvalResult] = field(default_factory=dict)
+    sources: Mapping[str, SourceReport] = field(default_factory=dict)
 
 
 class SpanKind(StrEnum):

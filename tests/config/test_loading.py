@@ -139,7 +139,7 @@ def refused(text: str) -> str:
         ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, eval, cluster"),
         ("train: 7", "train is 7, must be a section of keys"),
         ("3: 7", "3 is not a known key"),
-        ("data: {paths: []}", "data.paths is [], must have at least 1 entry"),
+        ("data: {paths: []}", "data.paths is missing, must be given"),
         ("data:", "data.paths is missing"),
         (
             "data: {paths: x, max_seqlen: 9000}",

@@ -8,7 +8,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data import PreparedManifest, TokenReader
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, TokenRow

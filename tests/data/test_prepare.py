@@ -152,7 +152,7 @@ def test_killed_in_the_middle_leaves_nothing_that_looks_whole(tmp_path: Path) ->
         write_rows(tmp_path / "in" / f"{name}.jsonl", {"text": [name] * 3})
     script = """
 import os, sys
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data import prepare_local, sources
 sources.SPLIT_BYTES = 1
 prepare_local(DataConfig(paths=[sys.argv[1]]), out_dir=sys.argv[2], progress=lambda done, total: os._exit(9))

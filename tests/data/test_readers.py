@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.data import sources
+from rayfcp.config import ConfigError
+from rayfcp.data import prepare_local, sources
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadReason, BadRow, TokenRow
 from rayfcp.data.tokenizer import ByteTokenizer
@@ -192,8 +193,11 @@ def test_broken_row_group_counts_its_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("text_column", ["text", "messages"])
-def test_chat_rows_without_a_processor_name_the_remedy(tmp_path: Path, ending: str, text_column: str) -> None:
+def test_conversations_without_a_chat_template_name_the_remedy(tmp_path: Path, ending: str, text_column: str) -> None:
     write_rows(tmp_path / f"a{ending}", {"messages": [[{"role": "user", "content": "a"}]]})
-    (bad,) = read_all(tmp_path, text_column=text_column)
-    assert isinstance(bad, BadRow)
-    assert "chat messages need data.processor" in bad.detail
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer 'bytes' must be a Hugging Face tokenizer with a chat template"
+    ):
+        prepare_local(
+            data_config(tmp_path, text_column=text_column, max_bad_fraction=0.1), out_dir=str(tmp_path / ".out")
+        )

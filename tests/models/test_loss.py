@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_bytes, loss_chunk_tokens
 from rayfcp.data.rows import IGNORED
+from rayfcp.execute.parallel.sharding import SourceLosses
 from rayfcp.models.causal_lm import cross_entropy_sum, head_loss
 from rayfcp.values import ModelProfile
 from tests.examples import examples
@@ -53,6 +54,19 @@ def test_loss_and_gradients_are_autograd_s(num_tokens: int, chunk: int, bias: bo
     pairs = zip(gradients(found, made, scale=scale), gradients(want, made, scale=scale), strict=True)
     for own, theirs in pairs:
         torch.testing.assert_close(own, theirs, rtol=1e-11, atol=1e-12)
+
+
+@examples(20)
+@given(num_tokens=st.integers(1, 40), chunk=st.integers(1, 45))
+def test_losses_by_source_are_those_of_its_tokens(num_tokens: int, chunk: int) -> None:
+    head, hidden, targets = inputs(num_tokens)
+    rows = torch.arange(num_tokens) % 3
+    losses = SourceLosses(rows=rows, sums=torch.zeros(4, dtype=torch.float64))
+    whole = head_loss(head, hidden, targets=targets, chunk_tokens=chunk, by_source=losses)
+    each = cross_entropy_sum(head, hidden, targets=targets, reduction="none")
+    want = torch.stack([each[rows == source].sum() for source in range(4)])
+    torch.testing.assert_close(losses.sums, want.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole, losses.sums.sum(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

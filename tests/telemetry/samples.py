@@ -2,11 +2,19 @@
 
 from hypothesis import strategies as st
 
-from rayfcp.values import Imbalance, Span, SpanKind, StepReport
+from rayfcp.values import Imbalance, SourceReport, Span, SpanKind, StepReport
 
 RATIO = st.floats(0, 1)
 SECONDS = st.floats(0, 1e4)
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+SOURCES = st.builds(
+    SourceReport,
+    num_sequences=st.integers(0, 99),
+    num_tokens=st.integers(0, 10**6),
+    num_targets=st.integers(0, 10**6),
+    loss=FINITE,
+)
 
 
 def report(step: int = 1, **changes: object) -> StepReport:
@@ -53,6 +61,7 @@ def reports(draw: st.DrawFn, *, max_size: int = 6) -> list[StepReport]:
             plan_wait_s=draw(SECONDS),
             num_tokens=draw(st.integers(0, 10**9)),
             mfu=draw(RATIO),
+            sources=draw(st.dictionaries(st.sampled_from(["web", "code"]), SOURCES)),
             strategy=draw(st.sampled_from(["flex-ring", "flex-block", "ring"])),
             degrees=draw(st.dictionaries(st.integers(1, 64), st.integers(1, 9), max_size=4)),
             imbalance=Imbalance(

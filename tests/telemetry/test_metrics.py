@@ -14,7 +14,7 @@ from rayfcp.config import ConfigError
 from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.names import METRICS, PREFIX, MetricKind
-from rayfcp.values import EvalResult, StepReport
+from rayfcp.values import EvalResult, SourceReport, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 from tests.telemetry.scraping import Samples, scrape
@@ -28,7 +28,8 @@ lost_steps_total resizes_total snapshot_seconds worker_speed_ratio step target_s
 predicted_seconds num_microbatches strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by
 devices_wanted checkpoints_total checkpoint_step straggler_threshold_ratio skipped_updates_total
 failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour planners
-lookahead_steps planning_load_ratio eval_loss eval_perplexity eval_seconds"""
+lookahead_steps planning_load_ratio eval_loss eval_perplexity eval_seconds source_loss source_tokens_total
+source_sequences_total"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -62,8 +63,28 @@ def test_values_of_steps(exporter: MetricsExporter) -> None:
     assert value(samples, "context_parallel_degree_bucket", le="3.0") == 5
 
 
+def test_sources_of_a_mixture(exporter: MetricsExporter, tmp_path: Path) -> None:
+    one = {
+        "web": SourceReport(num_sequences=3, num_tokens=100, num_targets=90, loss=2.5),
+        "code": SourceReport(num_sequences=0, num_tokens=0, num_targets=0),
+    }
+    other = {"web": SourceReport(num_sequences=1, num_tokens=10, num_targets=9, loss=2.0)}
+    steps = [report(1, sources=one), report(2, sources=other)]
+    for each in steps:
+        exporter.observe_step(each, goodput=0.5)
+    assert exporter.value("source_loss", source="web") == 2.0 and exporter.value("source_loss", source="code") is None
+    later = MetricsExporter("demo", run_dir=tmp_path)
+    later.restore(steps, resume_step=2)
+    for exported in (exporter, later):
+        assert exported.value("source_tokens_total", source="web") == 110
+        assert exported.value("source_sequences_total", source="web") == 4
+    later.close()
+
+
 def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) -> None:
-    exporter.observe_step(report(1, eval={"val": EvalResult(loss=math.log(3.0), tokens=9)}), goodput=0.9)
+    sources = {"web": SourceReport(num_sequences=3, num_tokens=100, num_targets=90, loss=2.5)}
+    evaluated = {"val": EvalResult(loss=math.log(3.0), tokens=9)}
+    exporter.observe_step(report(1, eval=evaluated, sources=sources), goodput=0.9)
     exporter.set("eval_seconds", 0.5)
     exporter.set("process_groups", 4)
     exporter.set("process_group_seconds", 0.5)

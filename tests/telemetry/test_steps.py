@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.steps import HeldStep, StepLog, from_line, last_finished, read_steps, to_line
-from rayfcp.values import EvalResult, StepReport
+from rayfcp.values import EvalResult, SourceReport, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
@@ -57,6 +57,17 @@ def test_a_loss_that_is_no_number_stays_json() -> None:
     line = to_line(report(loss=math.nan, grad_norm=math.inf))
     assert json.loads(line)["loss"] is None
     assert math.isnan(from_line(line).loss) and math.isnan(from_line(line).grad_norm)
+
+
+def test_sources_of_a_mixture_come_back() -> None:
+    sources = {"web": SourceReport(num_sequences=2, num_tokens=9, num_targets=0), "code": SOURCE}
+    line = to_line(report(sources=sources))
+    assert json.loads(line)["sources"]["web"] == {"num_sequences": 2, "num_tokens": 9, "num_targets": 0, "loss": None}
+    back = from_line(line).sources
+    assert back["code"] == SOURCE and math.isnan(back["web"].loss)
+
+
+SOURCE = SourceReport(num_sequences=1, num_tokens=5, num_targets=4, loss=2.5)
 
 
 @examples(60)

@@ -22,7 +22,7 @@ from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import HeldStep, StepLog, read_steps
 from rayfcp.telemetry.trace import FILE, TracedStep, write_steps
-from rayfcp.values import ClusterSpec, Span, SpanKind, StepReport
+from rayfcp.values import ClusterSpec, GlobalBatch, SourceReport, Span, SpanKind, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,22 @@ def step_report(
         plan_hash=record.plan_hash,
         samples_hash=batch.samples_hash,
         recovered=recovered,
+        sources=_sources(batch, ranks),
     )
+
+
+def _sources(batch: GlobalBatch, ranks: Sequence[DeviceReport]) -> dict[str, SourceReport]:
+    """What each source of a mixture gave. Devices report sums over their own tokens, which add up on any ranks."""
+    found = {}
+    for number, (name, (num_sequences, num_tokens, num_targets)) in enumerate(batch.by_source.items()):
+        loss_sum = math.fsum(report.source_losses[number] for report in ranks if report.source_losses)
+        found[name] = SourceReport(
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+            num_targets=num_targets,
+            loss=loss_sum / num_targets if num_targets else math.nan,
+        )
+    return found
 
 
 def picture_of(step: int, *, groups: TimedGroups, ranks: Sequence[DeviceReport]) -> StepTimeline:

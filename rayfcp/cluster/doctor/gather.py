@@ -79,7 +79,8 @@ def machine_facts(
 def local_paths(config: Config) -> tuple[str, ...]:
     """Paths of data and model, without URLs and names of the model hub or of rayfcp."""
     data = config.data
-    named = dict.fromkeys([*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir])
+    paths = [path for source in (data, *data.sources.values()) for path in source.paths]
+    named = dict.fromkeys([*paths, config.model.path, data.tokenizer, data.processor, data.cache_dir])
     paths = [path for path in named if path is not None and "://" not in path]
     return tuple(path for path in paths if path.startswith(("/", ".", "~")) or Path(path).exists())
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import DataConfig
+from rayfcp.config.data import DataConfig
 from rayfcp.data.manifest import join, resolve
 from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row
 from rayfcp.data.vision.images import header_size

@@ -70,8 +70,8 @@ class LossKernel(Protocol):
     """Cross entropy and its gradient in one launch; see `rayfcp.models.causal_lm`."""
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross entropies of `logits`, `[tokens, vocab]` in at most fp32, against `targets`, `[tokens]`,
-        int64, of which negative ones do not count; `logits` are overwritten with its gradient."""
+        """Cross entropies `[tokens]`, fp32, of `logits`, `[tokens, vocab]` in at most fp32, against `targets`,
+        `[tokens]`, int64; 0 for negative ones. `logits` are overwritten with the gradient of their sum."""
         ...
 
 

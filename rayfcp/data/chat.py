@@ -1,0 +1,276 @@
+"""Rows with conversations, and rows with a prompt and its completion, from their columns to tokens and labels.
+
+The conversation is rendered by the chat template, the whole text is tokenised once, and offsets say which tokens lie in
+what the assistant wrote: between the template's marks `{% generation %}`, or, where it has none, between the
+conversation up to a turn with the generation prompt and the conversation with that turn.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.config import ConfigError
+from rayfcp.config.data import DataConfig
+from rayfcp.data.messages import Chat, read_chat
+from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row
+from rayfcp.data.tokenizer import SpannedTokens, Tokenizer, tokenizer_of
+
+RULES = 1
+"""Part of fingerprints: raised when the tokens or labels of some row change."""
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Where the assistant's text begins and ends, in a text rendered for that: code points that Unicode keeps out of text
+that is interchanged."""
+_MARKS = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_DATE = datetime(2024, 7, 26)
+"""What `strftime_now` of templates says, so that tokens do not depend on the day: the default of Llama 3's."""
+_DIRECTIVES = "YymdBbAaHMSjIp"
+
+
+class Span(NamedTuple):
+    """Characters `[start, stop)`."""
+
+    start: int
+    stop: int
+
+
+class ChatEncoder:
+    """Encodes rows by the tokenizer's chat template, or that of `data.chat_template`, and `data.loss_on`."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+
+    def __call__(self, record: Mapping[str, Any]) -> list[TokenRow]:
+        """The row's samples: one, or several where the template changes earlier turns as a conversation goes on, so
+        that no single text has all of them as they were written.
+
+        Raises:
+            BadRowError: Anything in it cannot be used, or no token would enter the loss.
+        """
+        if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+            samples = [self._completion(record["prompt"], record["completion"])]
+        else:
+            samples = self._conversation(read_chat(record))
+        return [replace(sample, num_rows=int(not number)) for number, sample in enumerate(samples)]
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self._data)
+
+    @cached_property
+    def _template(self) -> str | None:
+        return template_text(self._data)
+
+    def _completion(self, prompt: str, completion: str) -> TokenRow:
+        if not completion:
+            raise BadRowError(BadReason.EMPTY, "completion")
+        text = prompt + completion
+        tokens = self._tokens(text, is_document=True)
+        if self._data.loss_on == "all":
+            return make_row(tokens.ids)
+        is_trained = trained_tokens(tokens, text=text, spans=[Span(len(prompt), len(text))])
+        is_trained[-1] |= tokens.ids[-1] == self._tokenizer.eos_id
+        return _labelled(tokens.ids, is_trained)
+
+    def _conversation(self, chat: Chat) -> list[TokenRow]:
+        template = self._chosen(chat)
+        render = partial(self._rendered, chat, template=_dated(template))
+        if self._data.loss_on == "all":
+            return [make_row(self._tokens(render(), is_document=False).ids)]
+        trained = chat.trained
+        if self._data.loss_on == "last_assistant":
+            trained = tuple(number for number in trained if number == chat.turns[-1])
+        if not trained:
+            raise BadRowError(BadReason.NO_TARGETS, "no message of the assistant enters the loss")
+        if _MARKS.search(template):
+            texts = [(render(), self._marked(chat, trained, template=template))]
+        else:
+            texts = _by_turns(trained, render=render)
+        return [self._sample(text, spans) for text, spans in texts]
+
+    def _sample(self, text: str, spans: list[Span]) -> TokenRow:
+        tokens = self._tokens(text, is_document=False)
+        return _labelled(tokens.ids, trained_tokens(tokens, text=text, spans=spans))
+
+    def _tokens(self, text: str, *, is_document: bool) -> SpannedTokens:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRowError(BadReason.NOT_UTF8, "half of a surrogate pair") from error
+        return self._tokenizer.encode_spans(text, is_document=is_document)
+
+    def _chosen(self, chat: Chat) -> str:
+        """The template for this conversation: some tokenizers have one of its own for tools."""
+        library = self._tokenizer.library
+        if library is None or (self._template is None and not library.chat_template):
+            raise BadRowError(
+                BadReason.NO_CHAT_TEMPLATE,
+                f"data.tokenizer {self._tokenizer.name!r} must be a Hugging Face tokenizer with a chat template; name "
+                "one, or set data.chat_template beside a tokenizer without",
+            )
+        return str(self._template or library.get_chat_template(None, list(chat.tools) if chat.tools else None))
+
+    def _rendered(self, chat: Chat, stop: int | None = None, *, template: str, prompt: bool = False) -> str:
+        """The text of the messages before `stop`, with the generation prompt after it if `prompt`."""
+        library: Any = self._tokenizer.library
+        try:
+            return str(
+                library.apply_chat_template(
+                    list(chat.messages[:stop]),
+                    tools=list(chat.tools) if chat.tools else None,
+                    chat_template=template,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                    **self._data.chat_template_kwargs,
+                )
+            )
+        except Exception as error:  # a template is a program
+            raise BadRowError(BadReason.TEMPLATE_ERROR, f"{type(error).__name__}: {error}") from error
+
+    def _marked(self, chat: Chat, trained: tuple[int, ...], *, template: str) -> list[Span]:
+        """What lies between the template's marks, of the trained turns.
+
+        The library tells places by what it has rendered before, which is wrong for marks inside of `set` blocks; so the
+        marks are rendered as characters, and taken out again.
+        """
+        pieces = re.split(f"([{_OPEN}{_CLOSE}])", self._rendered(chat, template=_with_marks(_dated(template))))
+        plain = self._rendered(chat, template=_dated(template))
+        places = list(accumulate((len(piece) for piece in pieces[::2]), initial=0))[1:]
+        marks = "".join(pieces[1::2])
+        if "".join(pieces[::2]) != plain or marks != (_OPEN + _CLOSE) * (len(marks) // 2):
+            raise BadRowError(
+                BadReason.MARKS_MISMATCH, "the chat template changes its text by what stands between generation marks"
+            )
+        spans = list(map(Span, places[:-1:2], places[1::2]))
+        if trained == chat.turns:
+            return spans
+        if len(spans) != len(chat.turns):
+            raise BadRowError(
+                BadReason.MARKS_MISMATCH,
+                f"the chat template marks {len(spans)} places for {len(chat.turns)} turns, of which some are left out",
+            )
+        return [span for span, turn in zip(spans, chat.turns, strict=True) if turn in trained]
+
+
+def template_text(data: DataConfig) -> str | None:
+    """The template of `data.chat_template`, None if it is not set.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    if data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template is {data.chat_template!r}, which cannot be read: {error}; give a file with a Jinja "
+            "template"
+        ) from error
+
+
+def chat_fingerprint(data: DataConfig) -> list[Any]:
+    """Everything beside the tokenizer that the tokens and labels of conversations depend on."""
+    template = template_text(data) or getattr(tokenizer_of(data).library, "chat_template", None)
+    return [RULES, template, data.chat_template_kwargs, data.loss_on]
+
+
+@lru_cache(maxsize=8)
+def _with_marks(template: str) -> str:
+    """The template with characters for its marks. The block that follows, or goes before, keeps what the mark said on
+    white space around it."""
+
+    def characters(mark: re.Match[str]) -> str:
+        left, end, right = mark.groups(default="")
+        if end:
+            return f'{{%{left} set _ = 0 %}}{{{{ "{_CLOSE}" }}}}{{% endgeneration {right}%}}'
+        return f'{{%{left} generation %}}{{{{ "{_OPEN}" }}}}{{% set _ = 0 {right}%}}'
+
+    return _MARKS.sub(characters, template)
+
+
+@lru_cache(maxsize=8)
+def _dated(template: str) -> str:
+    """The template with a fixed date in place of today's, if it asks for that."""
+    if "strftime_now" not in template:
+        return template
+    replaced = "".join(f'|replace("%{each}", "{_DATE.strftime("%" + each)}")' for each in _DIRECTIVES)
+    # The newline is dropped by the library's settings; the template begins at the start of a line, as it does alone.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+
+def _by_turns(trained: tuple[int, ...], *, render: Any) -> list[tuple[str, list[Span]]]:
+    """Texts in which each trained turn stands once, as it follows its generation prompt, and where.
+
+    The conversation up to the last turn is a text. Turns that stand differently in it (models for reasoning drop
+    earlier thoughts) are in texts of their own, each up to the last turn that is left.
+    """
+    spans: dict[int, Span] = {}
+    ends: dict[int, str] = {}
+    for turn in trained:
+        if not turn:
+            raise BadRowError(BadReason.PROMPT_MISMATCH, "the conversation begins with the assistant")
+        before = render(turn, prompt=True)
+        ends[turn] = render(turn + 1)
+        if not ends[turn].startswith(before):
+            raise BadRowError(
+                BadReason.PROMPT_MISMATCH,
+                f"message {turn} does not follow the generation prompt in the chat template; give data.chat_template a "
+                "template with generation marks",
+            )
+        spans[turn] = Span(len(before), len(ends[turn]))
+    texts = []
+    left = list(trained)
+    while left:
+        text = ends[left[-1]]
+        inside = [turn for turn in left if text.startswith(ends[turn])]
+        texts.append((text, [spans[turn] for turn in inside]))
+        left = [turn for turn in left if turn not in inside]
+    return texts[::-1]
+
+
+_SOLID = np.array([not chr(code).isspace() for code in range(0x3002)])
+"""False for white space; the last stands for all code points after it."""
+
+
+def trained_tokens(tokens: SpannedTokens, *, text: str, spans: list[Span]) -> npt.NDArray[np.bool_]:
+    """Which tokens lie in the spans, `[tokens]`. White space does not count: a token that begins with the space before
+    a span is in it.
+
+    Raises:
+        BadRowError: A token has text of both sides of a border.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    solid = _SOLID[np.minimum(codes, len(_SOLID) - 1)]
+    inside = np.zeros(codes.size, dtype=bool)
+    for span in spans:
+        inside[span.start : span.stop] = True
+    sums = [np.concatenate([[0], np.cumsum(values)]) for values in (solid, solid & inside, inside)]
+    stops = tokens.stops
+    # Some tokenizers leave white space out of a token's offsets: it belongs to the token that follows.
+    before = np.concatenate([[0], np.maximum.accumulate(stops)[:-1]])
+    starts = np.where(sums[0][tokens.starts] > sums[0][before], tokens.starts, np.minimum(before, tokens.starts))
+    num_solid, solid_inside, num_inside = (each[stops] - each[starts] for each in sums)
+    across = np.flatnonzero((solid_inside > 0) & (solid_inside < num_solid))
+    if across.size:
+        found = text[starts[across[0]] : stops[across[0]]]
+        raise BadRowError(
+            BadReason.TOKEN_ACROSS_BORDER, f"the token {found!r} is partly in the loss; separate the two with a space"
+        )
+    is_trained: npt.NDArray[np.bool_] = np.where(num_solid > 0, solid_inside > 0, num_inside > 0)
+    return is_trained
+
+
+def _labelled(ids: npt.NDArray[np.int32], is_trained: npt.NDArray[np.bool_]) -> TokenRow:
+    row = make_row(ids, labels=np.where(is_trained, ids, IGNORED))
+    if not row.num_targets:
+        raise BadRowError(BadReason.NO_TARGETS, "no token of an answer is left")
+    return row
