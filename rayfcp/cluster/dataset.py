@@ -44,7 +44,7 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     """
     from rayfcp.models.describe import model_config, profile_of
 
-    library = model_config(config.model, vocab_size=vocab_size)
+    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
     name = config.model.path or library.model_type
     return library, profile_of(
         library,

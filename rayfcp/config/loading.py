@@ -128,6 +128,7 @@ ALIASES = {
     "run.dir": "output_dir dump_folder",
     "run.name": "run_name",
     "model.path": "model_name_or_path hf_assets_path flavor",
+    "model.rope.type": "rope_scaling rope_type",
     "model.dtype": "bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
     "data.paths": "dataset dataset_name dataset_path train_file",
     "data.text_column": "dataset_text_field",

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from rayfcp.config.adapting import RopeConfig
 from rayfcp.config.data import DataConfig
 from rayfcp.config.section import Count, Fraction, Section, as_list
 from rayfcp.values.devices import AUTO, DEVICES
@@ -305,6 +306,7 @@ class ModelConfig(Section):
     init: Literal["random", "pretrained"] = "random"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     freeze_vision: bool = Field(default=False, description="keep the weights of the vision encoder, if there is one")
+    rope: RopeConfig = RopeConfig()
     architecture: ArchitectureConfig = ArchitectureConfig()
 
     @model_validator(mode="after")
@@ -467,9 +469,10 @@ class Config(Section):
                 f"train.recompute_layers is {train.recompute_layers}, must be at most "
                 f"model.architecture.num_layers ({shape.num_layers}); lower it"
             )
-        if self.data.max_seqlen > shape.max_positions:
+        if self.data.max_seqlen > shape.max_positions and self.model.rope.type is None:
             raise ValueError(
                 f"data.max_seqlen is {self.data.max_seqlen}, must be at most "
-                f"model.architecture.max_positions ({shape.max_positions}); lower it or raise max_positions"
+                f"model.architecture.max_positions ({shape.max_positions}); lower it, raise max_positions, or set "
+                "model.rope"
             )
         return self

@@ -50,7 +50,7 @@ def runs_compiled(
         choice = backend_of(device).compiles and config.cluster.tensor_parallel == 1
     if not choice:
         return False
-    library = model_config(config.model, vocab_size=vocab_size)
+    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
     fault = fault_of_compiled(library, dtype=config.model.dtype, device=device, kernel=kernel, backend=backend)
     if fault is None:
         return True

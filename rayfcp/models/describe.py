@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfi
 from rayfcp.data.hub import locate
 from rayfcp.models.layers import check_experts, check_layer_types, expert_matrices, kinds_of_layers, num_experts
 from rayfcp.models.library import make_language_model, text_of, vision_family, with_layers
+from rayfcp.models.rope import has_rope, original_positions, set_rope
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -37,12 +39,14 @@ _SAME_NAMES = (
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
-    """The library's configuration of the run's model.
+def model_config(config: ModelConfig, *, vocab_size: int, max_seqlen: int | None = None) -> PreTrainedConfig:
+    """The library's configuration of the run's model. `max_seqlen`: of the run, for positions that depend on it
+    (`rope.set_rope`).
 
     Raises:
         ConfigError: The model cannot be found, does not state its shape, or uses what we do not run (attention that is
-            neither full nor over a window, capped logits, attention sinks, router losses, dropout, other modalities).
+            neither full nor over a window, capped logits, attention sinks, router losses, dropout, other modalities),
+            or `model.rope` does not fit it.
     """
     if config.path:
         found = _from_path(config.path)
@@ -60,6 +64,7 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     text = text_of(found)
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
         text.pad_token_id = None
+    set_rope(found, config.rope, max_seqlen=max_seqlen)
     _check_runs(text)
     if found.model_type in VISION_FAMILIES:
         layer = getattr(found, "vision_feature_layer", -1)
@@ -87,7 +92,10 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
     text = text_of(library)
     positions, num_layers = getattr(text, "max_position_embeddings", None), text.num_hidden_layers
     if positions and config.data.max_seqlen > positions:
-        raise ConfigError(f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it")
+        remedy = _longer(text, config)
+        raise ConfigError(
+            f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it{remedy}"
+        )
     if config.cluster.pipeline_stages > num_layers:
         raise ConfigError(
             f"cluster.pipeline_stages is {config.cluster.pipeline_stages}, must be at most the model's "
@@ -97,6 +105,16 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
         raise ConfigError(
             f"train.recompute_layers is {config.train.recompute_layers}, the model has {num_layers} layers; lower it"
         )
+
+
+def _longer(text: Any, config: Config) -> str:
+    """How a model that has too few positions gets more; empty if it cannot."""
+    if not has_rope(text):
+        return ""
+    factor = math.ceil(config.data.max_seqlen / original_positions(text))
+    if config.model.rope.type is None:
+        return f", or extend them, e.g. by model.rope.type=yarn and model.rope.factor={factor}"
+    return f", or set model.rope.factor={factor}"
 
 
 def _check_runs(found: PreTrainedConfig) -> None:

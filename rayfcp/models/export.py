@@ -47,7 +47,7 @@ def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | 
     target = Path(out_dir)
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
-    library = library_on_meta(model_config(config.model, vocab_size=vocab_size))
+    library = library_on_meta(model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen))
     target.mkdir(parents=True, exist_ok=True)
     _write_weights(library, Path(checkpoint), target, dtype=DTYPES[config.model.dtype])
     library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
