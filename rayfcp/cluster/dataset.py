@@ -1,11 +1,12 @@
 """Data and model of a run: indexed lengths, sampler, model profile."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
 from rayfcp.values import ModelProfile
 
@@ -17,16 +18,22 @@ NAMED_BAD_ROWS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Index and sampler of the data, and the model that they are for."""
+    """Index and sampler of the data, and the model that they are for; `trained`: what of it, if not all."""
 
     index: LengthIndex
     sampler: Sampler
     library: "PreTrainedConfig"
     model: ModelProfile
+    trained: dict[str, Any] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
+
+    @property
+    def checkpointed_model(self) -> dict[str, Any]:
+        """What a checkpoint is of: the library's configuration, and what is trained where that is not all."""
+        return self.library.to_dict() | self.trained
 
     def write_bad_rows(self, path: Path) -> str:
         """Write the rows that were skipped, one JSON object per line; return a sentence with the first of them."""
@@ -51,6 +58,7 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
         name=name,
         freeze_vision=config.model.freeze_vision,
         keeps_attention=not config.train.recompute_attention,
+        lora=config.model.lora,
     )
 
 
@@ -70,7 +78,13 @@ def open_dataset(config: Config, *, data_dir: str) -> Dataset:
     )
     _check_images(config, model, has_images=index.has_images)
     sampler = Sampler(index, seed=config.run.seed, global_batch=config.data.global_batch_sequences)
-    return Dataset(index=index, sampler=sampler, library=library, model=model)
+    return Dataset(index=index, sampler=sampler, library=library, model=model, trained=_trained(config.model))
+
+
+def _trained(model: ModelConfig) -> dict[str, Any]:
+    """What is trained of a model of which some parameters are frozen, which are in no checkpoint."""
+    lora = {"lora": model.lora.model_dump(mode="json")} if model.lora.rank is not None else {}
+    return lora | ({"freeze_vision": True} if model.freeze_vision else {})
 
 
 def _check_images(config: Config, model: ModelProfile, *, has_images: bool) -> None:

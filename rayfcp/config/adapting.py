@@ -1,10 +1,10 @@
-"""Keys below `model` that adapt a given model: its rotary positions."""
+"""Keys below `model` that adapt a given model: its rotary positions, and adapters beside its frozen weights."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
-from rayfcp.config.section import Count, Section
+from rayfcp.config.section import Count, Section, Words
 
 
 def known_rope(value: Any) -> Any:
@@ -102,4 +102,32 @@ class RopeConfig(Section):
             raise ValueError(
                 f"long_factor has {len(long)} entries, must have as many as short_factor ({len(short)}); correct one"
             )
+        return self
+
+
+class LoraConfig(Section):
+    """Adapters of low rank (LoRA, Hu et al., 2022; DoRA, Liu et al., 2024) beside frozen weights, through PEFT."""
+
+    rank: Count | None = Field(default=None, description="of the adapters; all weights train, without any, if absent")
+    alpha: Count | None = Field(default=None, description="adapters are scaled by alpha / rank; `rank` if absent")
+    targets: Words = Field(
+        default=("all-linear",),
+        min_length=1,
+        description="names of linear layers, as PEFT's target_modules; all-linear: all of the decoder's layers",
+    )
+    dora: bool = Field(default=False, description="also train the norm of each row (DoRA)")
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
+    dropout: float = Field(default=0.0, description="0: recomputed layers and other numbers of ranks would draw others")
+
+    @model_validator(mode="after")
+    def _adapters_run(self) -> "LoraConfig":
+        if self.dropout != 0.0:
+            raise ValueError(
+                f"dropout is {self.dropout}, must be 0, since recomputed layers and other numbers of ranks would draw "
+                "other masks; leave it out"
+            )
+        defaults = type(self).model_fields
+        given = (name for name in defaults if getattr(self, name) != defaults[name].default)
+        if self.rank is None and (name := next(given, None)) is not None:
+            raise ValueError(f"{name} is {getattr(self, name)}, must be absent without model.lora.rank; set the rank")
         return self

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from rayfcp.config.adapting import RopeConfig
+from rayfcp.config.adapting import LoraConfig, RopeConfig
 from rayfcp.config.data import DataConfig
 from rayfcp.config.section import Count, Fraction, Section, as_list
 from rayfcp.values.devices import AUTO, DEVICES
@@ -307,6 +307,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     freeze_vision: bool = Field(default=False, description="keep the weights of the vision encoder, if there is one")
     rope: RopeConfig = RopeConfig()
+    lora: LoraConfig = LoraConfig()
     architecture: ArchitectureConfig = ArchitectureConfig()
 
     @model_validator(mode="after")
@@ -453,6 +454,11 @@ class Config(Section):
             raise ValueError(
                 f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
                 "lower it or train longer"
+            )
+        if self.model.lora.rank is not None and self.cluster.tensor_parallel > 1:
+            raise ValueError(
+                f"cluster.tensor_parallel is {self.cluster.tensor_parallel}, must be 1 with model.lora.rank, since "
+                "adapters are not split; set it to 1"
             )
         if train.compile is True and self.cluster.tensor_parallel > 1:
             raise ValueError(

@@ -65,3 +65,25 @@ def test_longer_sequences_than_an_architecture_has_positions() -> None:
     with pytest.raises(ConfigError, match=r"lower it, raise max_positions, or set model\.rope"):
         Config(**longer)
     assert Config(**longer, model={"rope": {"type": "yarn", "factor": 2.0}}).model.rope.factor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 8, "dropout": 0.1}, "model.lora.dropout is 0.1, must be 0, since recomputed layers"),
+        ({"alpha": 16}, "model.lora.alpha is 16, must be absent without model.lora.rank; set the rank"),
+        ({"dora": True}, "model.lora.dora is True, must be absent without model.lora.rank"),
+        ({"rank": 0}, "model.lora.rank is 0, must be at least 1; raise it"),
+        ({"rank": 8, "targets": []}, "model.lora.targets is [], must have at least 1 entry; add one"),
+        ({"r": 8}, "model.lora.r is not a known key; it is called model.lora.rank here"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_one_line(lora: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(lora=lora)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_adapters_are_not_split_over_tensor_parallel_devices() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.tensor_parallel is 2, must be 1 with model\.lora\.rank"):
+        Config(data={"paths": ["."]}, model={"lora": {"rank": 8}}, cluster={"tensor_parallel": 2, "num_workers": 2})

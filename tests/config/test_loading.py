@@ -114,7 +114,7 @@ def refused(text: str) -> str:
         ("train: {stpes: 9}", "train.stpes is not a known key; did you mean train.steps?"),
         ("trian: {steps: 9}", "trian is not a known key; did you mean train?"),
         ("train: {save_steps: 9}", "train.save_steps is not a known key; it is called checkpoint.every_steps here"),
-        ("model: {lora: {r: 8}}", "model.lora is not a known key; adapters are not supported"),
+        ("model: {qlora: {r: 8}}", "model.qlora is not a known key; for adapters set model.lora.rank"),
         ("optimizer: {name: x}", "optimizer is not a known key; the optimizer is AdamW"),
         ("run: {qwerty: 1}", "run.qwerty is not a known key; run has name, dir, seed"),
         ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, cluster"),
