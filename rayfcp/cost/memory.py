@@ -270,7 +270,7 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
         exchanged=keeps * (2 * out + kv),
         kv=kv,
         kv_gradients=gradients,
-        head=(FP32_BYTES + 2 * e) * model.hidden_size,
+        head=(FP32_BYTES + (1 + (model.adapter is None)) * e) * model.hidden_size,
         working=e * (2 * model.active_ffn_size + routed),
         buffers=2 * (kv + gradients),
     )
@@ -317,13 +317,13 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and
     normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F. With experts F is the sum over
     those of a token, and each of these keeps its input and its output beside, the router fp32 shares of all E.
-    Adapters keep what `AdapterProfile` says.
+    Beside adapters norms are frozen, and normalised inputs are not kept; adapters keep what `AdapterProfile` says.
     """
-    e = bytes_per_element
-    norms = 2 * (FP32_BYTES + 2 * e) * model.hidden_size
+    e, trained = bytes_per_element, model.adapter is None
+    norms = 2 * (FP32_BYTES + (1 + trained) * e) * model.hidden_size
     attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
     if model.head_norms:
-        attention += (FP32_BYTES + e) * (model.num_heads + model.num_kv_heads) * model.head_dim
+        attention += (FP32_BYTES + trained * e) * (model.num_heads + model.num_kv_heads) * model.head_dim
     mlp = 4 * e * model.active_ffn_size
     if model.has_experts:
         mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
+from rayfcp.cost.memory import stage_state_parts
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
@@ -213,3 +214,24 @@ def test_the_library_model_is_not_touched() -> None:
     config: Any = library("llama")
     profile_of(config, name="tiny", lora=LoraConfig(rank=2))
     assert not any("lora" in name for name, _ in library_on_meta(config).named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stages", [(3,), (2, 1)])
+def test_states_are_as_large_as_the_memory_model_says(dtype: str, stages: tuple[int, ...]) -> None:
+    """Matrices and norms of adapters: weights, and of what is trained gradients and moments in fp32."""
+    config, lora = library("llama"), LoraConfig(rank=4, dora=True)
+    profile = profile_of(config, name="tiny", lora=lora)
+    settings: dict[str, Any] = {"bytes_per_element": getattr(torch, dtype).itemsize, "num_ranks": 1}
+    settings |= {"reduce_every": "microbatch", "gather_every": "microbatch"}
+    for number, stage in enumerate(stages_of(stages)):
+        model = random_model(config, dtype=dtype, seed=0, stage=stage, lora=lora)
+        due = sum(
+            each.nbytes + (12 * each.numel() if each.requires_grad else 0)
+            for name, each in model.named_parameters()
+            if each.ndim > 1 or each.requires_grad
+        )
+        parts = stage_state_parts(profile, layers_of_stage=stages, stage=number, **settings)
+        assert parts["sharded"] == due and parts["unreduced"] == parts["head"] == 0
+        trained = sum(each.numel() for each in model.layers[0].parameters() if each.requires_grad)
+        assert parts["passing"] >= (4 + settings["bytes_per_element"]) * trained
