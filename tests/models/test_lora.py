@@ -1,5 +1,6 @@
 """Adapters: first weights, names, stages, sizes for the cost model, exports that PEFT opens, and what is refused."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
+from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.cost.memory import stage_state_parts
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.build import random_model
@@ -22,7 +25,9 @@ from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.compiling import fault_of_compiled
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.export import export_checkpoint
-from rayfcp.models.library import library_name
+from rayfcp.models.library import MARK as LORA
+from rayfcp.models.library import library_name, make_library_model, narrowed, vision_family
+from rayfcp.models.lora import inject
 from rayfcp.models.pretrained import library_on_meta
 from rayfcp.models.selfcheck import _packed
 from rayfcp.models.stages import stages_of
@@ -30,6 +35,7 @@ from tests.models.adapted import LORAS, adapted, library
 from tests.models.families import disturb
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB, rows_of
+from tests.models.vlm import vlm_config
 
 SEED = 3
 
@@ -235,3 +241,39 @@ def test_states_are_as_large_as_the_memory_model_says(dtype: str, stages: tuple[
         assert parts["sharded"] == due and parts["unreduced"] == parts["head"] == 0
         trained = sum(each.numel() for each in model.layers[0].parameters() if each.requires_grad)
         assert parts["passing"] >= (4 + settings["bytes_per_element"]) * trained
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_beside_a_vision_encoder(family: str, dora: bool) -> None:
+    """Adapters are in the language model, the encoder is frozen; loss and gradients are the library's with PEFT."""
+    config, lora = narrowed(vlm_config(family), 3), LoraConfig(rank=3, dora=dora)
+    ours = random_model(copy.deepcopy(config), dtype="float32", seed=0, lora=lora)
+    assert all(
+        ("language_model" in name) == each.requires_grad for name, each in ours.named_parameters() if LORA in name
+    )
+    frozen = [name for name, each in ours.named_parameters() if not each.requires_grad]
+    assert any("visual" in name or "vision_tower" in name for name in frozen) and not any(
+        LORA in name for name in frozen
+    )
+    disturb(ours)
+    theirs: Any = make_library_model(copy.deepcopy(config), attn_implementation="sdpa").float().train()
+    inject(theirs, lora)
+    theirs.load_state_dict(ours.model.state_dict(), assign=True)
+    record = vision_family(config)
+    assert record is not None
+    rows, example = rows_of((13, 22)), record.example(config, torch.Generator().manual_seed(0))
+    loss = _packed([ours], rows, layer_kinds=(), example=example)
+    loss.backward()
+    wanted = torch.zeros(())
+    for given in [{"input_ids": row[None]} for row in rows] + [example.library_inputs]:
+        ids = given["input_ids"][0]
+        logits = theirs(**given, use_cache=False).logits[0]
+        wanted = wanted + F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+    wanted.backward()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    want = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None and LORA in name}
+    found = {name: each.grad for name, each in ours.model.named_parameters() if each.grad is not None}
+    assert found.keys() == want.keys()
+    for name, gradient in found.items():
+        assert float((gradient - want[name]).norm() / want[name].norm()) < 1e-4, name
