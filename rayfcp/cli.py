@@ -213,6 +213,7 @@ def _add_export(commands: _Commands) -> None:
     export.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="precision of the weights (default: model.dtype of the run)"
     )
+    export.add_argument("--merge", action="store_true", help="add adapters (model.lora) to the weights beside them")
     export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
 
 
@@ -375,6 +376,7 @@ def _export(arguments: argparse.Namespace) -> None:
         out_dir=arguments.out_dir,
         step=arguments.step,
         dtype=arguments.dtype,
+        merge=arguments.merge,
         log=lambda text: sys.stderr.write(f"rayfcp: {text}\n"),
     )
     sys.stdout.write(f"{checkpoint} -> {arguments.out_dir}\n")

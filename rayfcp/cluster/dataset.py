@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
 from rayfcp.values import ModelProfile
 
@@ -21,13 +22,14 @@ NAMED_BAD_ROWS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """Index and sampler of the data, and the model that they are for; the batches of evaluation sets, if there are
-    any."""
+    any. `trained`: what is trained of the model, if not all."""
 
     index: LengthIndex
     sampler: Sampler
     library: "PreTrainedConfig"
     model: ModelProfile
     evaluation: "EvalBatches | None" = None
+    trained: dict[str, Any] = field(default_factory=dict)
 
     @property
     def longest_tokens(self) -> int:
@@ -38,6 +40,11 @@ class Dataset:
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
+
+    @property
+    def checkpointed_model(self) -> dict[str, Any]:
+        """What a checkpoint is of: the library's configuration, and what is trained where that is not all."""
+        return self.library.to_dict() | self.trained
 
     def write_bad_rows(self, path: Path) -> str:
         """Write the rows that were skipped, one JSON object per line; return a sentence with the first of them."""
@@ -55,13 +62,14 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     """
     from rayfcp.models.describe import model_config, profile_of
 
-    library = model_config(config.model, vocab_size=vocab_size)
+    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
     name = config.model.path or library.model_type
     return library, profile_of(
         library,
         name=name,
         freeze_vision=config.model.freeze_vision,
         keeps_attention=not config.train.recompute_attention,
+        lora=config.model.lora,
     )
 
 
@@ -89,7 +97,20 @@ def open_dataset(config: Config, *, data_dir: str, eval_dirs: Mapping[str, str] 
         evaluation = open_sets(config, eval_dirs, vocab_size=model.vocab_size)
         for each in evaluation.sets:
             _check_images(config, model, has_images=each.index.has_images)
-    return Dataset(index=index, sampler=sampler, library=library, model=model, evaluation=evaluation)
+    return Dataset(
+        index=index,
+        sampler=sampler,
+        library=library,
+        model=model,
+        evaluation=evaluation,
+        trained=_trained(config.model),
+    )
+
+
+def _trained(model: ModelConfig) -> dict[str, Any]:
+    """What is trained of a model of which some parameters are frozen, which are in no checkpoint."""
+    lora = {"lora": model.lora.model_dump(mode="json")} if model.lora.rank is not None else {}
+    return lora | ({"freeze_vision": True} if model.freeze_vision else {})
 
 
 def _sampler(config: Config, index: LengthIndex) -> Sampler:

@@ -167,13 +167,16 @@ def export_run(
     out_dir: str | Path,
     step: int | None = None,
     dtype: str | None = None,
+    merge: bool = False,
     log: Callable[[str], object] = lambda _: None,
 ) -> Path:
     """Export a checkpoint of a run as a Hugging Face folder, and return it: the newest intact one (damaged ones are
-    logged), or that of `step`. Weights are written in `dtype`, `model.dtype` if absent.
+    logged), or that of `step`. Weights are written in `dtype`, `model.dtype` if absent. Of a run with adapters, these
+    alone as PEFT writes them, or with `merge` the model with them added in.
 
     Raises:
-        ConfigError: no run or no intact checkpoint in `run_dir`, none of `step`, or `out_dir` is not empty.
+        ConfigError: no run or no intact checkpoint in `run_dir`, none of `step`, `out_dir` is not empty, or there are
+            no adapters to `merge`.
     """
     from rayfcp.models.export import export_checkpoint
 
@@ -191,7 +194,8 @@ def export_run(
     if found is None:
         raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
     checkpoint, manifest = found
-    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=int(manifest.model["vocab_size"]))
+    vocab_size = int(manifest.model["vocab_size"])
+    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge)
     return checkpoint
 
 

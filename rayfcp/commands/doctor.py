@@ -59,7 +59,7 @@ def _facts(arguments: argparse.Namespace) -> "Facts":
         cluster_facts,
         local_paths,
         machine_facts,
-        num_parameters,
+        model_size,
         step_seconds,
     )
 
@@ -78,11 +78,13 @@ def _facts(arguments: argparse.Namespace) -> "Facts":
         )
     else:
         nodes, cluster = cluster_facts(address, asked=asked)
+    num_trained, frozen_bytes = (model_size(config) if words else None) or (None, 0)
     return Facts(
         nodes=nodes,
         config=config,
         cluster=cluster,
         access=access_facts(config),
-        num_parameters=num_parameters(config) if words else None,
+        num_parameters=num_trained,
+        frozen_bytes=frozen_bytes,
         step_s=step_seconds(config) if words else None,
     )

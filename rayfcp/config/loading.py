@@ -142,6 +142,11 @@ ALIASES = {
     "run.dir": "output_dir dump_folder",
     "run.name": "run_name",
     "model.path": "model_name_or_path hf_assets_path flavor",
+    "model.lora.rank": "lora_r lora_rank r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "target_modules lora_target lora_target_modules",
+    "model.lora.dora": "use_dora",
+    "model.rope.type": "rope_scaling rope_type",
     "model.dtype": "bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
     "data.paths": "dataset dataset_name dataset_path train_file",
     "data.text_column": "dataset_text_field",
@@ -161,7 +166,7 @@ ALIASES = {
 """Keys by what Hugging Face Trainer and torchtitan call them."""
 
 UNSUPPORTED = {
-    "lora lora_r lora_alpha lora_rank peft peft_config adapter qlora": "adapters are not supported, all weights train",
+    "lora lora_config peft peft_config adapter qlora": "for adapters set model.lora.rank",
     "load_in_4bit load_in_8bit quantization quantization_config float8": "quantization is not supported",
     "optim optimizer optimizers": "the optimizer is AdamW; set train.learning_rate, beta1, beta2 and weight_decay",
     "eval_strategy evaluation_strategy do_eval": "evaluation runs if eval.sets names data; set eval.every_steps",

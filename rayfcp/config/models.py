@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from rayfcp.config.adapting import LoraConfig, RopeConfig
 from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalConfig
 from rayfcp.config.section import (
@@ -284,6 +285,8 @@ class ModelConfig(Section):
     init: Literal["random", "pretrained"] = "random"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     freeze_vision: bool = Field(default=False, description="keep the weights of the vision encoder, if there is one")
+    rope: RopeConfig = RopeConfig()
+    lora: LoraConfig = LoraConfig()
     architecture: ArchitectureConfig = ArchitectureConfig()
 
     @model_validator(mode="after")
@@ -450,6 +453,11 @@ class Config(Section):
                 f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
                 "lower it or train longer"
             )
+        if self.model.lora.rank is not None and self.cluster.tensor_parallel > 1:
+            raise ValueError(
+                f"cluster.tensor_parallel is {self.cluster.tensor_parallel}, must be 1 with model.lora.rank, since "
+                "adapters are not split; set it to 1"
+            )
         if train.compile is True and self.cluster.tensor_parallel > 1:
             raise ValueError(
                 f"train.compile is true, must be false or auto with cluster.tensor_parallel above 1 "
@@ -471,9 +479,10 @@ class Config(Section):
                 f"train.recompute_layers is {train.recompute_layers}, must be at most "
                 f"model.architecture.num_layers ({shape.num_layers}); lower it"
             )
-        if self.data.max_seqlen > shape.max_positions:
+        if self.data.max_seqlen > shape.max_positions and self.model.rope.type is None:
             raise ValueError(
                 f"data.max_seqlen is {self.data.max_seqlen}, must be at most "
-                f"model.architecture.max_positions ({shape.max_positions}); lower it or raise max_positions"
+                f"model.architecture.max_positions ({shape.max_positions}); lower it, raise max_positions, or set "
+                "model.rope"
             )
         return self

@@ -48,7 +48,7 @@ def efficiency_with_sums(
     return hardware.linear_efficiency * linear_s / (linear_s + moved_s)
 
 
-FORWARD_AND_BACKWARD = 3.0
+FORWARD_AND_BACKWARD, FROZEN_FORWARD_AND_BACKWARD = 3.0, 2.0
 
 
 def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
@@ -58,8 +58,10 @@ def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> f
 
 
 def model_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
-    """Forward and backward FLOPs of the whole model, output head and vision encoder included."""
-    linear = FORWARD_AND_BACKWARD * model.linear_flops_per_token * sum(each.num_tokens for each in sequences)
+    """Forward and backward FLOPs of the whole model, output head and vision encoder included. Frozen weights beside
+    adapters have no gradients."""
+    both = FORWARD_AND_BACKWARD if model.adapter is None else FROZEN_FORWARD_AND_BACKWARD
+    linear = both * model.linear_flops_per_token * sum(each.num_tokens for each in sequences)
     runs = [run for sequence in sequences for run in sequence.images]
     num_patches, pairs = sum(run.count * run.num_patches for run in runs), sum(run.encoder_pairs for run in runs)
     return linear + attention_flops(model, sequences) + vision_flops(model, num_patches=num_patches, pairs=pairs)

@@ -136,10 +136,13 @@ def stage_state_parts(
     settings |= {"reduce_every": reduce_every, "gather_every": gather_every, "staged": len(layers_of_stage) > 1}
     head = bytes_per_element * model.vocab_size * model.hidden_size if is_last else 0
     chunk = loss_bytes(model, bytes_per_element=bytes_per_element) - head if is_last else 0
-    found = _states(layers_of_stage[stage], model.layer_parameters, outer=outer, frozen=False, **settings)
+    head = head if model.adapter is None else 0
+    trained = (model.layer_parameters, outer) if model.adapter is None else (model.adapter.layer_parameters, 0)
+    found = _states(layers_of_stage[stage], model.layer_parameters, outer=outer, trained=trained, **settings)
     if vision := model.vision:
         outer = vision.outer_parameters(model.hidden_size)
-        more = _states(vision.num_layers, vision.layer_parameters, outer=outer, frozen=vision.frozen, **settings)
+        trained = (0, 0) if vision.frozen else (vision.layer_parameters, outer)
+        more = _states(vision.num_layers, vision.layer_parameters, outer=outer, trained=trained, **settings)
         found = {kind: size + more[kind] for kind, size in found.items()}
     return found | {"head": head, "passing": max(found["passing"], chunk)}
 
@@ -149,14 +152,15 @@ def _states(
     layer: int,
     *,
     outer: int,
-    frozen: bool,
+    trained: tuple[int, int],
     num_ranks: int,
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
     gather_every: Literal["microbatch", "step"],
     staged: bool,
 ) -> dict[str, int]:
-    """By kind, of `layers` of `layer` parameters and `outer` beside them (`frozen`: fp32 weights alone).
+    """By kind, of `layers` of `layer` parameters and `outer` beside them; `trained`: how many of a layer's and of the
+    others have gradients and moments. The rest are weights alone, in the precision in which they are used.
 
     `sharded`: weights and moments, and gradients: of the microbatches before, or of the first layer that is reduced.
     `gathered`: two layers at a time, or all through the step. `unreduced`: fp32 gradients of the whole model, where
@@ -165,15 +169,15 @@ def _states(
     """
     whole = layers * layer + outer
     gathered = (whole if gather_every == "step" else min(GATHERED_LAYERS, layers) * layer + outer) * bytes_per_element
-    if frozen:
-        return {"sharded": -(-FP32_BYTES * whole // num_ranks), "gathered": gathered, "unreduced": 0, "passing": 0}
-    once = reduce_every == "step"
-    states = (STATE_BYTES - FP32_BYTES) * whole + FP32_BYTES * (layer if once else whole)
+    once, (own, others) = reduce_every == "step", trained
+    all_trained = layers * own + others
+    states = (STATE_BYTES - FP32_BYTES) * all_trained + FP32_BYTES * (own if once else all_trained)
+    states += bytes_per_element * (whole - all_trained)
     return {
         "sharded": -(-states // num_ranks),
         "gathered": gathered,
-        "unreduced": FP32_BYTES * (whole if once else staged * outer),
-        "passing": (bytes_per_element + (0 if once else FP32_BYTES)) * layer,
+        "unreduced": FP32_BYTES * (all_trained if once else staged * others),
+        "passing": (bytes_per_element + (0 if once else FP32_BYTES)) * own,
     }
 
 
@@ -181,9 +185,12 @@ def ending_bytes(
     model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
 ) -> int:
     """Bytes of a device of a single stage at the end of a backward pass, without activations: states, embedding and
-    head, their gradients, and the same in fp32 as they are summed."""
+    head, and if these are trained their gradients, and the same in fp32 as they are summed."""
     outer = outer_parameters(model, num_stages=1)[0]
     whole = model.num_layers * model.layer_parameters + outer
+    if model.adapter is not None:
+        frozen = bytes_per_element * (whole - model.num_trained)
+        return -(-(STATE_BYTES * model.num_trained + frozen) // num_devices) + bytes_per_element * outer
     gradients = bytes_per_element if reduce_every == "microbatch" else max(bytes_per_element, FP32_BYTES)
     return -(-STATE_BYTES * whole // num_devices) + (bytes_per_element + gradients + FP32_BYTES) * outer
 
@@ -290,7 +297,7 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
         exchanged=keeps * (2 * out + kv),
         kv=kv,
         kv_gradients=gradients,
-        head=(FP32_BYTES + 2 * e) * model.hidden_size,
+        head=(FP32_BYTES + (1 + (model.adapter is None)) * e) * model.hidden_size,
         working=e * (2 * model.active_ffn_size + routed),
         buffers=2 * (kv + gradients),
     )
@@ -337,13 +344,14 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and
     normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F. With experts F is the sum over
     those of a token, and each of these keeps its input and its output beside, the router fp32 shares of all E.
+    Beside adapters norms are frozen, and normalised inputs are not kept; adapters keep what `AdapterProfile` says.
     """
-    e = bytes_per_element
-    norms = 2 * (FP32_BYTES + 2 * e) * model.hidden_size
+    e, trained = bytes_per_element, model.adapter is None
+    norms = 2 * (FP32_BYTES + (1 + trained) * e) * model.hidden_size
     attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
     if model.head_norms:
-        attention += (FP32_BYTES + e) * (model.num_heads + model.num_kv_heads) * model.head_dim
+        attention += (FP32_BYTES + trained * e) * (model.num_heads + model.num_kv_heads) * model.head_dim
     mlp = 4 * e * model.active_ffn_size
     if model.has_experts:
         mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
-    return norms + attention + mlp
+    return norms + attention + mlp + (e * model.adapter.token_elements if model.adapter else 0)

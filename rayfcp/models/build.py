@@ -4,13 +4,14 @@ any number of ranks and stages.
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import ModelConfig
 from rayfcp.cost.stages import split_layers
 from rayfcp.execute.parallel.groups import ProcessGroups
@@ -18,7 +19,15 @@ from rayfcp.execute.parallel.sharding import local_shard, prefetch_next, shard, 
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.attention_hook import IMPLEMENTATION, compile_around_attention
 from rayfcp.models.causal_lm import CausalLM
-from rayfcp.models.library import keywords_of, make_library_model, text_of, vision_family
+from rayfcp.models.library import (
+    MARK,
+    keywords_of,
+    library_name,
+    lora_module,
+    make_library_model,
+    text_of,
+    vision_family,
+)
 from rayfcp.models.pretrained import fill_pretrained, read
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
@@ -26,12 +35,15 @@ from rayfcp.models.tensor_parallel import split_layers_over
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """By `model.dtype`."""
 
+WITHOUT_ADAPTERS = LoraConfig()
+
 
 class Initializer:
     """Draws each module's weights from a seed of its own, one module at a time.
 
     Created from a model on the meta device before it is sharded. A value depends on (seed, module name) alone; at most
-    one module's weights are whole at a time. The distribution is that of the innermost library model around the module.
+    one module's weights are whole at a time. The distribution is that of the innermost library model around the module,
+    and of adapters that of PEFT (`lora.draw`).
 
     `draw_on`: the device that draws. Others than the CPU are faster, but their numbers depend on the kind of device.
     """
@@ -47,18 +59,19 @@ class Initializer:
         self._drawn = {name for name, _ in model.named_parameters()}
 
     @torch.no_grad()
-    def fill(self, model: CausalLM, *, only_buffers: bool = False) -> None:
-        """Overwrite all parameters and buffers of `model`, which may be sharded by now, or its buffers alone.
+    def fill(self, model: CausalLM, *, names: Collection[str] | None = None) -> None:
+        """Overwrite the parameters `names` (None: all) and all buffers of `model`, which may be sharded by now.
 
         Raises:
             ValueError: A module has both weights and submodules, and its family does not initialise some of these.
         """
+        drawn = self._drawn if names is None else self._drawn.intersection(names)
         for name, template in self._templates.items():
-            if only_buffers and not template._buffers:
+            if not template._buffers and not any(f"{name}.{own}" in drawn for own in template._parameters):
                 continue
             fresh, target = self._draw(name, template), model.get_submodule(name)
             for own, value in fresh.named_parameters(recurse=False):
-                if f"{name}.{own}" in self._drawn and not only_buffers:
+                if f"{name}.{own}" in drawn:
                     parameter = getattr(target, own)
                     local_shard(parameter).copy_(read(value.detach(), own_box(parameter)))
             for own, buffer in fresh.named_buffers(recurse=False):
@@ -73,9 +86,12 @@ class Initializer:
         for tensor in (*fresh.parameters(), *fresh.buffers()):
             tensor._is_hf_initialized = False  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]):
-            digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
+            digest = hashlib.blake2b(f"{self._seed}:{library_name(name)}".encode(), digest_size=7).digest()
             torch.manual_seed(int.from_bytes(digest, "big"))
-            self._families[name]._init_weights(fresh)
+            if MARK in name:
+                lora_module().draw(name, fresh)
+            else:
+                self._families[name]._init_weights(fresh)
         if any(bool(tensor.isnan().any()) for tensor in own):
             raise ValueError(
                 f"{type(template).__name__} holds weights besides its submodules, which its family does not initialise"
@@ -96,32 +112,69 @@ def _innermost(name: str, families: Mapping[str, Any]) -> Any:
 
 
 def empty_model(
-    config: PreTrainedConfig, *, dtype: str, stage: Stage | None = None, freeze_vision: bool = False
+    config: PreTrainedConfig,
+    *,
+    dtype: str,
+    stage: Stage | None = None,
+    freeze_vision: bool = False,
+    lora: LoraConfig = WITHOUT_ADAPTERS,
 ) -> CausalLM:
-    """A model, or a stage of one, on the meta device, with our attention.
+    """A model, or a stage of one, on the meta device, with our attention. With adapters a vision encoder is frozen.
 
-    Parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
+    Trained parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
+    Those that are not trained are of `dtype`, in which they are computed with anyway.
+
+    Raises:
+        ConfigError: Adapters do not fit the model (`lora.inject`).
     """
     with torch.device("meta"):
         library = make_library_model(config, attention=IMPLEMENTATION, **keywords_of(config, dtype=dtype))
+    if lora.rank is not None:
+        lora_module().inject(library, lora)
     library = library.to(torch.float64 if dtype == "float64" else torch.float32).train()
     if vision_family(config) is None:
-        return CausalLM(library, stage=stage)
-    from rayfcp.models.vision import VisionLM
+        model = CausalLM(library, stage=stage)
+    else:
+        from rayfcp.models.vision import VisionLM
 
-    return VisionLM(library, stage=stage, freeze=freeze_vision)
+        model = VisionLM(library, stage=stage, freeze=freeze_vision or lora.rank is not None)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[dtype])
+    return model
 
 
 def random_model(
-    config: PreTrainedConfig, *, dtype: str, seed: int, stage: Stage | None = None, freeze_vision: bool = False
+    config: PreTrainedConfig,
+    *,
+    dtype: str,
+    seed: int,
+    stage: Stage | None = None,
+    freeze_vision: bool = False,
+    lora: LoraConfig = WITHOUT_ADAPTERS,
+    path: str | None = None,
 ) -> CausalLM:
-    """A model, or a stage of one, on the CPU, with the initial weights of `sharded_model` for the same seed."""
-    model = empty_model(config, dtype=dtype, stage=stage, freeze_vision=freeze_vision)
+    """A model, or a stage of one, on the CPU, with the initial weights of `sharded_model` for the same seed; frozen and
+    trained ones from `path` if that is given, but for adapters."""
+    model = empty_model(config, dtype=dtype, stage=stage, freeze_vision=freeze_vision, lora=lora)
     initializer = Initializer(model, seed=seed)
     model.to_empty(device="cpu")
     model.tie()
-    initializer.fill(model)
+    _fill_first(model, initializer, config=config, path=path)
     return model
+
+
+def _fill_first(
+    model: CausalLM, initializer: Initializer, *, config: PreTrainedConfig, path: str | None, only_frozen: bool = False
+) -> None:
+    """Initial weights: those of adapters drawn, the others from `path` or drawn too; and all buffers. `only_frozen`:
+    of parameters that are not trained alone."""
+    names = {name for name, each in model.named_parameters() if not (only_frozen and each.requires_grad)}
+    initializer.fill(model, names={name for name in names if MARK in name} if path else names)
+    if path:
+        fill_pretrained(model.model, path, config=config, only_frozen=only_frozen)
+    if any(MARK in name for name in names):
+        lora_module().set_norms(model)
 
 
 def sharded_model(
@@ -138,12 +191,17 @@ def sharded_model(
     """This device's shard of its stage of the run's model, with initial weights: drawn from `seed`, the same for any
     world, or those of `run.path` if `run.init` is pretrained. Layers are split evenly if `layers_of_stage` is empty.
 
-    `empty`: parameters are uninitialised, to be filled from elsewhere; buffers are not.
+    `empty`: trained parameters are uninitialised, to be filled from elsewhere; others, which no copy of the state
+    holds, and buffers are not.
     `compiled`: see `compile_parts`. `draw_on`: see `Initializer`.
     """
     sizes = layers_of_stage or split_layers(text_of(config).num_hidden_layers, world.position.num_stages)
     model = empty_model(
-        config, dtype=run.dtype, stage=stages_of(sizes)[world.position.stage], freeze_vision=run.freeze_vision
+        config,
+        dtype=run.dtype,
+        stage=stages_of(sizes)[world.position.stage],
+        freeze_vision=run.freeze_vision,
+        lora=run.lora,
     )
     initializer = Initializer(model, seed=seed, draw_on=draw_on)
     mesh = stage_mesh(world)
@@ -153,10 +211,8 @@ def sharded_model(
     shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype], kept=kept)
     prefetch_next(model.layers)
     model.to_empty(device=world.device)
-    path = run.path if run.init == "pretrained" and not empty else None
-    initializer.fill(model, only_buffers=empty or bool(path))
-    if path:
-        fill_pretrained(model.model, path, config=config)
+    path = run.path if run.init == "pretrained" else None
+    _fill_first(model, initializer, config=config, path=path, only_frozen=empty)
     if compiled:
         compile_parts(model)
     return model

@@ -34,7 +34,7 @@ def head_loss(
 ) -> Tensor:
     """Sum of cross entropies over targets that are not -100, in fp32 at least. `hidden`: `[tokens, hidden]`.
 
-    From forward to backward it keeps the gradients of `hidden` and of the head's parameters, in their dtypes.
+    From forward to backward it keeps the gradients of `hidden` and of the head's trained parameters, in their dtypes.
     """
     return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens, by_source)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -65,8 +65,9 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         wide = _wide(hidden)
         loss = hidden.new_zeros((), dtype=wide)
-        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
-        bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        hidden_grad, (_, trains_weight, trains_bias, *_) = torch.empty_like(hidden), ctx.needs_input_grad
+        weight_grad = torch.zeros_like(weight) if trains_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=wide) if bias is not None and trains_bias else None
         parts = (each.split(chunk_tokens) for each in (hidden, targets, hidden_grad))
         for number, (own, wanted, own_grad) in enumerate(zip(*parts, strict=True)):
             logits = F.linear(own, weight, bias)
@@ -75,7 +76,8 @@ class _HeadLoss(torch.autograd.Function):
             if by_source is not None:
                 by_source.add(losses, start=number * chunk_tokens)
             torch.mm(logits, weight, out=own_grad)
-            weight_grad.addmm_(logits.t(), own)
+            if weight_grad is not None:
+                weight_grad.addmm_(logits.t(), own)
             if bias_grad is not None:
                 bias_grad += logits.sum(0, dtype=wide)
             del logits
@@ -86,8 +88,9 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad, bias_grad = ctx.saved_tensors
-        biases = None if bias_grad is None else (bias_grad * scale).to(weight_grad.dtype)
-        return _scaled(hidden_grad, scale), _scaled(weight_grad, scale), biases, None, None, None
+        biases = None if bias_grad is None else (bias_grad * scale).to(hidden_grad.dtype)
+        weights = None if weight_grad is None else _scaled(weight_grad, scale)
+        return _scaled(hidden_grad, scale), weights, biases, None, None, None
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -122,6 +125,10 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _require_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+    output.requires_grad_()
+
+
 class CausalLM(StageModule):
     """Wraps a `*ForCausalLM`; parameters are the library's own, under `model`.
 
@@ -139,6 +146,10 @@ class CausalLM(StageModule):
         cut(model, self.stage)
         numbers = range(self.stage.start, self.stage.stop)
         follow_context(dict(zip(numbers, self.layers, strict=True)))
+        embedding = model.get_input_embeddings()
+        if self.stage.is_first and not embedding.weight.requires_grad:
+            # Exchanges of the first layer's attention belong to each backward pass, whatever that layer trains.
+            embedding.register_forward_hook(_require_gradient)
 
     @property
     def decoder(self) -> nn.Module:
@@ -160,7 +171,8 @@ class CausalLM(StageModule):
         """Tied embedding and head on the first and the last of several stages, whose gradients are to be summed."""
         if not self.is_tied or self.stage.is_first == self.stage.is_last:
             return None
-        return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
+        matrix: nn.Parameter = self.model.get_input_embeddings().weight
+        return matrix if matrix.requires_grad else None
 
     def tie(self) -> None:
         """Tie embedding and head again, after weights were given new memory."""

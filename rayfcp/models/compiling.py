@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
+from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import Config
 from rayfcp.cost.fit import PassShape
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import AttentionKernel
-from rayfcp.models.build import DTYPES, Initializer, compile_parts, empty_model
+from rayfcp.models.build import DTYPES, WITHOUT_ADAPTERS, Initializer, compile_parts, empty_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
 from rayfcp.models.layers import kinds_of_layers
@@ -50,8 +51,11 @@ def runs_compiled(
         choice = backend_of(device).compiles and config.cluster.tensor_parallel == 1
     if not choice:
         return False
-    library = model_config(config.model, vocab_size=vocab_size)
-    fault = fault_of_compiled(library, dtype=config.model.dtype, device=device, kernel=kernel, backend=backend)
+    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
+    lora = config.model.lora
+    fault = fault_of_compiled(
+        library, dtype=config.model.dtype, device=device, kernel=kernel, backend=backend, lora=lora
+    )
     if fault is None:
         return True
     if config.train.compile == "auto":
@@ -61,13 +65,19 @@ def runs_compiled(
 
 
 def fault_of_compiled(
-    config: PreTrainedConfig, *, dtype: str, device: torch.device, kernel: AttentionKernel, backend: str
+    config: PreTrainedConfig,
+    *,
+    dtype: str,
+    device: torch.device,
+    kernel: AttentionKernel,
+    backend: str,
+    lora: LoraConfig = WITHOUT_ADAPTERS,
 ) -> str | None:
     """Describe why a layer of the model's sizes cannot run compiled; None if output and gradients agree.
 
     The layer has random weights and is not sharded. Nothing of the global random state is used.
     """
-    model = _one_layer(config, dtype=dtype, device=device)
+    model = _one_layer(config, dtype=dtype, device=device, lora=lora)
     name = f"layer {model.stage.start}"
     want = _results(model, config, kernel=kernel)
     close = _results(model, config, kernel=kernel, noise=torch.finfo(DTYPES[dtype]).eps)
@@ -94,17 +104,17 @@ def _norm(tensor: Tensor) -> float:
 
 
 @torch.no_grad()
-def _one_layer(config: PreTrainedConfig, *, dtype: str, device: torch.device) -> CausalLM:
+def _one_layer(config: PreTrainedConfig, *, dtype: str, device: torch.device, lora: LoraConfig) -> CausalLM:
     """A stage of one layer, in the dtype of the run's computations; between others if the model has three."""
     total = text_of(config).num_hidden_layers
     start = min(1, total - 1)
-    model = empty_model(config, dtype=dtype, stage=Stage(start=start, stop=start + 1, num_layers=total))
+    model = empty_model(config, dtype=dtype, stage=Stage(start=start, stop=start + 1, num_layers=total), lora=lora)
     initializer = Initializer(model, seed=0)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     model.to_empty(device=device)
     model.tie()
-    initializer.fill(model, only_buffers=True)
+    initializer.fill(model, names=())
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         is_matrix = parameter.ndim > 1

@@ -2,16 +2,19 @@
 
 import math
 import re
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
 from rayfcp.data.hub import locate
 from rayfcp.models.layers import check_experts, check_layer_types, expert_matrices, kinds_of_layers, num_experts
-from rayfcp.models.library import make_language_model, text_of, vision_family, with_layers
+from rayfcp.models.library import lora_module, make_language_model, text_of, vision_family, with_layers
+from rayfcp.models.rope import has_rope, original_positions, set_rope
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -37,12 +40,14 @@ _SAME_NAMES = (
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
-    """The library's configuration of the run's model.
+def model_config(config: ModelConfig, *, vocab_size: int, max_seqlen: int | None = None) -> PreTrainedConfig:
+    """The library's configuration of the run's model. `max_seqlen`: of the run, for positions that depend on it
+    (`rope.set_rope`).
 
     Raises:
         ConfigError: The model cannot be found, does not state its shape, or uses what we do not run (attention that is
-            neither full nor over a window, capped logits, attention sinks, router losses, dropout, other modalities).
+            neither full nor over a window, capped logits, attention sinks, router losses, dropout, other modalities),
+            or `model.rope` does not fit it.
     """
     if config.path:
         found = _from_path(config.path)
@@ -60,6 +65,7 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     text = text_of(found)
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
         text.pad_token_id = None
+    set_rope(found, config.rope, max_seqlen=max_seqlen)
     _check_runs(text)
     if found.model_type in VISION_FAMILIES:
         layer = getattr(found, "vision_feature_layer", -1)
@@ -87,7 +93,10 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
     text = text_of(library)
     positions, num_layers = getattr(text, "max_position_embeddings", None), text.num_hidden_layers
     if positions and config.data.max_seqlen > positions:
-        raise ConfigError(f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it")
+        remedy = _longer(text, config)
+        raise ConfigError(
+            f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it{remedy}"
+        )
     if config.cluster.pipeline_stages > num_layers:
         raise ConfigError(
             f"cluster.pipeline_stages is {config.cluster.pipeline_stages}, must be at most the model's "
@@ -97,6 +106,16 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
         raise ConfigError(
             f"train.recompute_layers is {config.train.recompute_layers}, the model has {num_layers} layers; lower it"
         )
+
+
+def _longer(text: Any, config: Config) -> str:
+    """How a model that has too few positions gets more; empty if it cannot."""
+    if not has_rope(text):
+        return ""
+    factor = math.ceil(config.data.max_seqlen / original_positions(text))
+    if config.model.rope.type is None:
+        return f", or extend them, e.g. by model.rope.type=yarn and model.rope.factor={factor}"
+    return f", or set model.rope.factor={factor}"
 
 
 def _check_runs(found: PreTrainedConfig) -> None:
@@ -193,20 +212,24 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
 
 
 def profile_of(
-    config: PreTrainedConfig, *, name: str, freeze_vision: bool = False, keeps_attention: bool = False
+    config: PreTrainedConfig,
+    *,
+    name: str,
+    freeze_vision: bool = False,
+    keeps_attention: bool = False,
+    lora: LoraConfig | None = None,
 ) -> ModelProfile:
     """The model's shape for the cost model: that of the language model, and the vision encoder's
-    (`freeze_vision`: not trained).
+    (`freeze_vision`: not trained), with the adapters of `lora`.
 
     The cost model knows gated MLPs, of 3 matrices `[ffn_size, hidden_size]`. For what a family has instead, `ffn_size`
     is chosen so that these count as many parameters: two thirds of the width of an MLP of 2. With experts it is the
     width of one, and `shared_ffn_size` counts what all tokens pass in the same way.
 
     Raises:
-        ConfigError: The library cannot create its layers, or those with experts are not equal.
+        ConfigError: The library cannot create its layers, those with experts are not equal, or adapters do not fit.
     """
-    is_tied, family = bool(config.tie_word_embeddings), vision_family(config)
-    vision = None if family is None else family.profile(config, frozen=freeze_vision)
+    around = _around(config, freeze_vision=freeze_vision, lora=lora)
     config = text_of(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -227,15 +250,24 @@ def profile_of(
         head_dim=head_dim,
         ffn_size=round(of_expert / (3 * config.hidden_size)) if experts else plain_size,
         vocab_size=config.vocab_size,
-        tied_embeddings=is_tied,
         kind_of_layer=kinds_of_layers(config),
         head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layers[0]),
         num_experts=experts or 1,
         experts_per_token=config.num_experts_per_tok if experts else 1,
         shared_ffn_size=plain_size if experts else 0,
-        vision=vision,
         keeps_attention=keeps_attention,
+        **around,
     )
+
+
+def _around(config: PreTrainedConfig, *, freeze_vision: bool, lora: LoraConfig | None) -> dict[str, Any]:
+    """Fields of a profile that the language model's configuration does not tell."""
+    has_adapters, family = lora is not None and lora.rank is not None, vision_family(config)
+    return {
+        "tied_embeddings": bool(config.tie_word_embeddings),
+        "vision": None if family is None else family.profile(config, frozen=freeze_vision or has_adapters),
+        "adapter": lora_module().adapter_profile(config, lora) if has_adapters else None,
+    }
 
 
 def _layer_parameters(config: PreTrainedConfig, *, num_layers: int) -> list[dict[str, nn.Parameter]]:

@@ -13,13 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.data.hub import locate
-from rayfcp.models.build import DTYPES
+from rayfcp.models.build import DTYPES, random_model
 from rayfcp.models.describe import model_config
+from rayfcp.models.library import lora_module
 from rayfcp.models.pretrained import aliases_of, library_on_meta
 
 _PREFIX = "model.model."
@@ -37,23 +39,32 @@ FILE_BYTES = 4 << 30
 """Size of a file: as many tensors as fit, at least one."""
 
 
-def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int) -> None:
+def export_checkpoint(
+    config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int, merge: bool = False
+) -> None:
     """Write the model (safetensors, in `model.dtype`), its configuration, and the tokenizer or processor if it has
-    files. Needs memory for one file and one layer.
+    files; of a run with adapters these alone, in PEFT's format, or with `merge` the model with them added in. Needs
+    memory for one file and one layer, but for the whole model where parameters that were not trained are written.
 
     Raises:
-        ConfigError: `out_dir` is not empty.
+        ConfigError: `out_dir` is not empty, or there are no adapters to `merge`.
     """
-    target = Path(out_dir)
+    target, has_adapters = Path(out_dir), config.model.lora.rank is not None
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
-    library = library_on_meta(model_config(config.model, vocab_size=vocab_size))
+    if merge and not has_adapters:
+        raise ConfigError("--merge is given, the run has no adapters (model.lora.rank); leave it out")
+    library = library_on_meta(model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen))
     target.mkdir(parents=True, exist_ok=True)
-    _write_weights(library, Path(checkpoint), target, dtype=DTYPES[config.model.dtype])
-    library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
-    library.config.save_pretrained(target)
-    if library.can_generate():
-        library.generation_config.save_pretrained(target)
+    if not has_adapters or merge:
+        held = _whole_state(config, library.config, Path(checkpoint)) if merge or config.model.freeze_vision else None
+        _write_weights(_as_in_files(library, Path(checkpoint), dtype=DTYPES[config.model.dtype], held=held), target)
+        library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
+        library.config.save_pretrained(target)
+        if library.can_generate():
+            library.generation_config.save_pretrained(target)
+    else:
+        _write_adapters(config, library, Path(checkpoint), target)
     tokenizer = config.data.processor or config.data.tokenizer
     if tokenizer not in (None, "bytes"):
         _copy_tokenizer(tokenizer, target, is_processor=config.data.processor is not None)
@@ -74,10 +85,46 @@ def _copy_tokenizer(name: str, target: Path, *, is_processor: bool) -> None:
             shutil.copyfile(found, target / file)
 
 
-def _write_weights(library: Any, checkpoint: Path, folder: Path, *, dtype: torch.dtype) -> None:
+def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path) -> None:
+    """Adapters in the precision in which they were trained; the model's configuration, where it is not the base's."""
+    if config.model.rope.type is not None:
+        library.config.save_pretrained(folder)
+    settings = lora_module().inject(library, config.model.lora)
+    dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+    trained = {name: each for name, each in library.named_parameters() if each.requires_grad}
+    tensors = {name: torch.empty(each.shape, dtype=dtype) for name, each in trained.items()}
+    _load({_PREFIX + name: each for name, each in tensors.items()}, checkpoint)
+    base = config.model.path if config.model.init == "pretrained" else None
+    lora_module().save(library, tensors, settings=settings, folder=folder, base=base)
+
+
+def _whole_state(config: Config, library: PreTrainedConfig, checkpoint: Path) -> dict[str, Tensor]:
+    """Weights by the library's names: those that were trained from the checkpoint, adapters added in, and the others
+    where the run had them from."""
+    run = config.model
+    model = random_model(
+        library,
+        dtype=run.dtype,
+        seed=config.run.seed,
+        freeze_vision=run.freeze_vision,
+        lora=run.lora,
+        path=run.path if run.init == "pretrained" else None,
+    )
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    _load({f"model.{name}": each.data for name, each in trained}, checkpoint)
+    return lora_module().merged(model.model) if run.lora.rank is not None else dict(model.model.state_dict())
+
+
+def _load(state: dict[str, Tensor], checkpoint: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+
+
+def _write_weights(tensors_in_order: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     names: list[list[str]] = []
     total_bytes = 0
-    for number, tensors in enumerate(_files(_as_in_files(library, checkpoint, dtype=dtype))):
+    for number, tensors in enumerate(_files(tensors_in_order)):
         save_file(tensors, folder / f"{number}.part", metadata={"format": "pt"})
         names.append(list(tensors))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -107,9 +154,11 @@ def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     yield own
 
 
-def _as_in_files(library: Any, checkpoint: Path, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _as_in_files(
+    library: Any, checkpoint: Path, *, dtype: torch.dtype, held: dict[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors by name and layout in files, layer by layer: the reverse of the conversions of loading, none of which
-    joins tensors of several layers. A tied matrix occurs once."""
+    joins tensors of several layers. A tied matrix occurs once. `held`: all weights, instead of the checkpoint's."""
     known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     aliases, state = aliases_of(library), library.state_dict()
     unique = [name for name in state if name == aliases[name][0]]
@@ -117,10 +166,12 @@ def _as_in_files(library: Any, checkpoint: Path, *, dtype: torch.dtype) -> Itera
         layer, stored = {}, {}
         for name in names:
             tensor = state[name]
+            if held is not None:
+                layer[name] = held[name].to(dtype if tensor.is_floating_point() else tensor.dtype)
+                continue
             layer[name] = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             found = next((each for each in aliases[name] if _PREFIX + each in known), name)
             stored[_PREFIX + found] = layer[name]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(stored, checkpoint_id=checkpoint, no_dist=True)
+        if stored:
+            _load(stored, checkpoint)
         yield from revert_weight_conversion(library, layer).items()

@@ -1,6 +1,10 @@
 """Models of the transformers library by their configuration, and small copies of configurations for checks."""
 
 import copy
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from transformers import (
@@ -11,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.models.layers import layers_of_each_type, num_experts
 
@@ -22,6 +27,30 @@ FFN_SIZE = 64
 VOCAB_SIZE = 61
 WINDOW = 7
 """Sizes of `narrowed` models."""
+
+
+MARK = ".lora_"
+"""In the names of all parameters of adapters, and of no others."""
+
+
+def library_name(name: str) -> str:
+    """Name in the library's own model of a module or parameter that an adapter may wrap.
+
+    >>> library_name("model.layers.0.mlp.up_proj.base_layer.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return re.sub(r"\.base_layer(?=\.|$)", "", name)
+
+
+def lora_module() -> ModuleType:
+    """`rayfcp.models.lora`, imported where there are adapters.
+
+    Raises:
+        ConfigError: PEFT is not installed.
+    """
+    if find_spec("peft") is None:
+        raise ConfigError("model.lora.rank is set, whose package peft is not installed; pip install 'rayfcp[lora]'")
+    return import_module("rayfcp.models.lora")
 
 
 def text_of(config: PreTrainedConfig) -> Any:

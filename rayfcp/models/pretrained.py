@@ -9,7 +9,7 @@ files knows no conversions.)
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
-from rayfcp.models.library import make_library_model
+from rayfcp.models.library import library_name, make_library_model
 from rayfcp.values.state import Box
 
 if TYPE_CHECKING:
@@ -221,24 +221,29 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
     """
     if Path(path).expanduser().is_dir():
         library = library_on_meta(config)
-        _fill(library, library, WeightFiles(path, headers_only=True))
+        own = dict((*library.named_parameters(), *library.named_buffers()))
+        _fill(own, library, WeightFiles(path, headers_only=True))
 
 
 @torch.no_grad()
-def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig) -> None:
+def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, only_frozen: bool = False) -> None:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
-    sharded tensors this device's part. No communication.
+    sharded tensors this device's part; not those of adapters. No communication. `only_frozen`: parameters that are not
+    trained, and nothing else.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
     """
-    _fill(model, library_on_meta(config), WeightFiles(path))
+    held = ((name, each) for name, each in model.named_parameters() if not (only_frozen and each.requires_grad))
+    own = dict(held) | ({} if only_frozen else dict(model.named_buffers()))
+    if own:
+        _fill(own, library_on_meta(config), WeightFiles(path))
 
 
-def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
+def _fill(own: Mapping[str, Tensor], library: Any, files: WeightFiles) -> None:
+    """Overwrite tensors by their names in the model; those that the library's model lacks are left alone."""
     aliases = aliases_of(library)
-    own = dict((*model.named_parameters(), *model.named_buffers()))
-    wanted = {alias: own[name] for name in own for alias in aliases.get(name, ())}
+    wanted = {alias: each for name, each in own.items() for alias in aliases.get(library_name(name), ())}
     shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
     filled: dict[int, str] = {}
     for name, source in _sources(files, library, wanted=wanted.keys()):

@@ -20,7 +20,7 @@ from rayfcp.values.plan import (
     Slice,
     Transfer,
 )
-from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
+from rayfcp.values.profile import AdapterProfile, HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import EvalResult, Imbalance, SourceReport, Span, SpanKind, StepReport
 from rayfcp.values.sequence import Images, SequenceSpec
 from rayfcp.values.state import KeptStates, ShardHeader, StateId
@@ -28,6 +28,7 @@ from rayfcp.values.state import KeptStates, ShardHeader, StateId
 __all__ = [
     "FULL",
     "Action",
+    "AdapterProfile",
     "BatchPlan",
     "Block",
     "ClusterSpec",

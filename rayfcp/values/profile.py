@@ -56,6 +56,15 @@ class VisionProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterProfile:
+    """Adapters in all layers of a model whose own weights are frozen. `layer_parameters`: of one layer, all that is
+    trained there; `token_elements`: numbers that they save for backward per token and layer."""
+
+    layer_parameters: int
+    token_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """Shape of a decoder-only transformer with a gated MLP. `head_norms`: queries and keys are normed before attention,
     head by head or together.
@@ -64,7 +73,8 @@ class ModelProfile:
     `experts_per_token` of them; `shared_ffn_size` is the width of the MLP that all tokens pass beside. A token's work
     counts the MLPs that it passes, memory and messages count all.
 
-    `vision`: the encoder of a VLM; parameters, FLOPs and bytes are of the language model alone.
+    `vision`: the encoder of a VLM; parameters, FLOPs and bytes are of the language model alone. `adapter`: what is
+    trained in place of the model's own weights; parameters and FLOPs include it.
 
     `kind_of_layer`: the kind of each layer; empty where all have full attention. `keeps_attention`: recomputed layers
     keep the output and the logsumexp of attention, so that its forward pass is not repeated.
@@ -86,6 +96,7 @@ class ModelProfile:
     kind_of_layer: tuple[LayerKind, ...] = ()
     vision: VisionProfile | None = None
     keeps_attention: bool = False
+    adapter: AdapterProfile | None = None
 
     def __post_init__(self) -> None:
         if len(self.kind_of_layer) not in (0, self.num_layers):
@@ -128,8 +139,9 @@ class ModelProfile:
 
     @property
     def _around_experts(self) -> int:
-        """Parameters of one layer's attention and router."""
+        """Parameters of one layer's attention, router and adapters."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        attention += self.adapter.layer_parameters if self.adapter else 0
         return attention + (self.num_experts * self.hidden_size if self.has_experts else 0)
 
     @property
@@ -137,6 +149,11 @@ class ModelProfile:
         """Parameters in matrices; norms are left out (under 0.1 %)."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * self.layer_parameters + embeddings
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters in matrices that are trained: all, or those of adapters."""
+        return self.num_layers * self.adapter.layer_parameters if self.adapter else self.num_parameters
 
     @property
     def linear_flops_per_token(self) -> float:

@@ -114,7 +114,7 @@ def refused(text: str) -> str:
         ("train: {stpes: 9}", "train.stpes is not a known key; did you mean train.steps?"),
         ("trian: {steps: 9}", "trian is not a known key; did you mean train?"),
         ("train: {save_steps: 9}", "train.save_steps is not a known key; it is called checkpoint.every_steps here"),
-        ("model: {lora: {r: 8}}", "model.lora is not a known key; adapters are not supported"),
+        ("model: {qlora: {r: 8}}", "model.qlora is not a known key; for adapters set model.lora.rank"),
         ("eval: {evry_steps: 3}", "eval.evry_steps is not a known key; did you mean eval.every_steps?"),
         (
             "eval: {sets: {val: {pahts: x}}}",

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
+from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, Pipes
-from rayfcp.models.build import DTYPES, random_model
+from rayfcp.models.build import DTYPES, WITHOUT_ADAPTERS, random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.stages import stages_of
@@ -48,6 +49,7 @@ class StagedCase:
     reduce_every: str = "step"
     shape: tuple[tuple[str, int | str], ...] = ()
     windows: tuple[int, ...] = ()
+    lora: LoraConfig = WITHOUT_ADAPTERS
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -60,7 +62,7 @@ class StagedCase:
     @property
     def run(self) -> ModelConfig:
         shape = ARCHITECTURE | {"num_layers": sum(self.layers_of_stage), "tied_embeddings": self.is_tied}
-        return ModelConfig(architecture=ArchitectureConfig(**shape | dict(self.shape)))
+        return ModelConfig(architecture=ArchitectureConfig(**shape | dict(self.shape)), lora=self.lora)
 
     @property
     def library(self) -> PreTrainedConfig:
@@ -74,7 +76,7 @@ class StagedCase:
     def models(self, dtype: str) -> list[CausalLM]:
         """By stage."""
         stages = stages_of(self.layers_of_stage)
-        return [random_model(self.library, dtype=dtype, seed=SEED, stage=stage) for stage in stages]
+        return [random_model(self.library, dtype=dtype, seed=SEED, stage=stage, lora=self.lora) for stage in stages]
 
     @cached_property
     def programs(self) -> tuple[RankProgram, ...]:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from rayfcp.config.adapting import LoraConfig
 from rayfcp.cost.memory import layer_bytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
@@ -81,7 +82,8 @@ def measured(case: StagedCase) -> list[int]:
 def modelled(case: StagedCase, program: RankProgram) -> int:
     """The same by the memory model."""
     keeps = case.plan.keeps_attention
-    model = profile_of(model_config(case.run, vocab_size=VOCAB), name="tiny", keeps_attention=keeps)
+    library = model_config(case.run, vocab_size=VOCAB)
+    model = profile_of(library, name="tiny", keeps_attention=keeps, lora=case.lora)
     stage = Stage(
         layers=LAYERS[program.stage],
         is_last=program.stage + 1 == len(LAYERS),
@@ -117,4 +119,12 @@ def test_peak_of_saved_activations(
 def test_peak_of_experts() -> None:
     """Each token's experts keep their own inputs and outputs."""
     case = long_case(num_ranks=1, primitive=Primitive.RING, recomputed=0, keeps=False, ahead=False, family="qwen3_moe")
+    assert measured(case) == pytest.approx([modelled(case, program) for program in case.programs], rel=0.1)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_peak_of_adapters(dora: bool) -> None:
+    """Products with A, and with DoRA both branches; frozen weights need their inputs only where an adapter does."""
+    case = long_case(num_ranks=1, primitive=Primitive.RING, recomputed=0, keeps=False, ahead=False, family="qwen3")
+    case = replace(case, lora=LoraConfig(rank=8, dora=dora))
     assert measured(case) == pytest.approx([modelled(case, program) for program in case.programs], rel=0.1)

@@ -96,3 +96,21 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     dcp.save({"model": state}, checkpoint_id=tmp_path / "less", no_dist=True)
     with pytest.raises(CheckpointException, match=r"model\.model\.norm\.weight"):
         export_checkpoint(config, tmp_path / "less", out_dir=tmp_path / "out", vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("what", VISION_FAMILIES)
+def test_a_frozen_encoder_is_exported_from_where_it_came(what: str, tmp_path: Path) -> None:
+    """No checkpoint has it."""
+    config, held = checkpoint(tmp_path, what)
+    keys = config.model.model_dump() | {"init": "pretrained", "freeze_vision": True, "dtype": "float32"}
+    config = config.changed(model=keys)
+    library = model_config(config.model, vocab_size=VOCAB)
+    base = random_model(library, dtype="float32", seed=0, freeze_vision=True, path=config.model.path)
+    trained = {name for name, each in base.named_parameters(remove_duplicate=False) if each.requires_grad}
+    state = {name: each for name, each in held.state_dict().items() if name in trained}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "less", no_dist=True)
+    export_checkpoint(config, tmp_path / "less", out_dir=tmp_path / "out", vocab_size=VOCAB)
+    opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    want = dict(base.named_parameters()) | {name: each for name, each in held.named_parameters() if name in trained}
+    for name, weight in opened.named_parameters():
+        assert torch.equal(weight, want[f"model.{name}"]), name

@@ -105,7 +105,7 @@ class Controller:
                     self._config,
                     owner=self._runtime.new_id(),
                     sampler=data.sampler,
-                    model=data.library.to_dict(),
+                    model=data.checkpointed_model,
                     log=self._log,
                 )
                 self._write_config()

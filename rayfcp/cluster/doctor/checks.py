@@ -36,7 +36,7 @@ WORKER_BYTES = GIB // 2
 """Memory of one worker process without model and activations: Python, torch, transformers, Ray."""
 
 CHECKPOINT_BYTES, STATE_BYTES = COPY_BYTES, 16
-"""Per parameter: the fp32 value and Adam's two moments; with the gradient."""
+"""Per trained parameter: the fp32 value and Adam's two moments; with the gradient."""
 
 STEP_S = 8.0
 """Assumed time of a step until the run has steps: that of Qwen3-8B with 64K tokens a GPU at 40 % MFU of H100."""
@@ -264,7 +264,7 @@ def host_memory(facts: Facts) -> Findings:
     if not has_run or not _device(facts).is_host or (facts.cluster and facts.cluster.autoscales):
         return
     have, workers = sum(node.memory_bytes for node in facts.nodes), facts.config.cluster.min_workers
-    need = workers * WORKER_BYTES + STATE_BYTES * (facts.num_parameters or 0)
+    need = workers * WORKER_BYTES + STATE_BYTES * (facts.num_parameters or 0) + facts.frozen_bytes
     what = f"{size(have)} of memory, {workers} workers need at least {size(need)} for processes and model states"
     remedy = f"lower cluster.num_workers ({workers}), choose a smaller model, or add memory"
     yield check(what, remedy, well=have >= need)

@@ -147,12 +147,13 @@ class AccessFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """All facts; the first node is that of the run's driver, without `storage` if no run was named: `config` has
-    defaults then. `num_parameters`: None if the model is not known here. `step_s`: median of the steps that the run has
-    finished, None if it has none."""
+    defaults then. `num_parameters`: those that are trained, None if the model is not known here; `frozen_bytes`: of all
+    others. `step_s`: median of the steps that the run has finished, None if it has none."""
 
     nodes: tuple[NodeFacts, ...]
     config: Config
     cluster: ClusterFacts | None = None
     access: AccessFacts = field(default_factory=AccessFacts)
     num_parameters: int | None = None
+    frozen_bytes: int = 0
     step_s: float | None = None

@@ -37,6 +37,7 @@ from rayfcp.cluster.doctor.facts import (
 from rayfcp.config import Config, ConfigError
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values.devices import DEVICES
+from rayfcp.values.state import ITEMSIZES
 
 PROBE_S = 180
 CONNECT_S = 5.0
@@ -85,12 +86,13 @@ def local_paths(config: Config) -> tuple[str, ...]:
     return tuple(path for path in paths if path.startswith(("/", ".", "~")) or Path(path).exists())
 
 
-def num_parameters(config: Config) -> int | None:
-    """Parameters of the model; None if its folder, or torch, is missing here."""
+def model_size(config: Config) -> tuple[int, int] | None:
+    """Trained parameters of the model, and bytes of frozen ones; None if its folder, or a package, is missing here."""
     from rayfcp.cluster.planning.preview import model_of
 
     try:
-        return model_of(config).num_parameters
+        model = model_of(config)
+        return model.num_trained, ITEMSIZES[config.model.dtype] * (model.num_parameters - model.num_trained)
     except (ConfigError, ImportError):
         return None
 

@@ -121,8 +121,13 @@ def _shape(config: Config, name: str | None) -> ModelProfile:
 
 def _named(name: str, config: Config) -> ModelProfile:
     model = model_profile(name)
-    vision = model.vision and dataclasses.replace(model.vision, frozen=config.model.freeze_vision)
-    return dataclasses.replace(model, vision=vision)
+    has_adapters = config.model.lora.rank is not None
+    vision = model.vision and dataclasses.replace(model.vision, frozen=config.model.freeze_vision or has_adapters)
+    adapter = None
+    if has_adapters:
+        named = config.changed(model={"path": None, "name": name, "init": "random"})
+        adapter = described_model(named, vocab_size=model.vocab_size)[1].adapter
+    return dataclasses.replace(model, vision=vision, adapter=adapter)
 
 
 def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:

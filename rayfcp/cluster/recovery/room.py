@@ -15,7 +15,7 @@ from rayfcp.values.devices import DEVICES
 GIB = 1 << 30
 
 COPY_BYTES = 12
-"""Of a parameter in copies: fp32 with both moments of AdamW."""
+"""Of a trained parameter in copies: fp32 with both moments of AdamW."""
 
 COPIES_ALONE, COPIES_WITH_OTHERS = 4, 7
 """Copies of its devices' state in the memory of a node: the newest, the next, one that is written to a checkpoint, and
@@ -43,7 +43,7 @@ def check_room(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFac
     devices = Counter(each.node_id for each in facts)
     of_node = {each.node_id: each for each in facts}
     for node, count in sorted(devices.items()):
-        host, share = of_node[node].host, COPY_BYTES * model.num_parameters * count / len(facts)
+        host, share = of_node[node].host, COPY_BYTES * model.num_trained * count / len(facts)
         if host is None:
             continue
         copies = copies_of_state(len(devices), for_recovery=for_recovery)

@@ -68,8 +68,9 @@ class DeviceWorker:
         from rayfcp.models.build import empty_model
         from rayfcp.models.describe import model_config
 
-        config = self._config.model
-        empty_model(model_config(config, vocab_size=self._vocab_size), dtype=config.dtype)
+        config, max_seqlen = self._config.model, self._config.data.max_seqlen
+        library = model_config(config, vocab_size=self._vocab_size, max_seqlen=max_seqlen)
+        empty_model(library, dtype=config.dtype)
 
     def open(self) -> DeviceFacts:
         """Open the device; to be called first, or after `warm`. Not in the constructor, whose errors Ray hides.
@@ -211,7 +212,7 @@ class DeviceWorker:
         from rayfcp.models.library import text_of
 
         use_interface(rendezvous.host, own_address=ray.util.get_node_ip_address())
-        library = model_config(self._config.model, vocab_size=self._vocab_size)
+        library = model_config(self._config.model, vocab_size=self._vocab_size, max_seqlen=self._config.data.max_seqlen)
         cluster = self._cluster = rendezvous.cluster
 
         def store() -> dist.Store:

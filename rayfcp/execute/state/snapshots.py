@@ -49,9 +49,10 @@ class ShardTensor:
 
 
 def _parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[ShardTensor]:
-    """Parts of the device, parameter by parameter; parameters of which it has nothing are skipped."""
+    """Parts of the device, parameter by parameter. Parameters of which it has nothing are skipped, and those that are
+    not trained: whoever makes a model fills them (`models.build.sharded_model`)."""
     for name, parameter in module.named_parameters():
-        if (own := local_shard(parameter)).numel():
+        if parameter.requires_grad and (own := local_shard(parameter)).numel():
             yield ShardTensor(name=name, kind=PARAMETER, parameter=parameter, tensor=own)
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if _is_shaped(value, parameter):

@@ -13,7 +13,7 @@ from rayfcp.cluster.doctor.gather import (
     home_of,
     local_paths,
     machine_facts,
-    num_parameters,
+    model_size,
     step_seconds,
     storage_facts,
 )
@@ -61,8 +61,10 @@ def test_needs_of_a_run() -> None:
     """Hub names and URLs are no paths; what model and tokenizer share is read once."""
     config = load_config(JOBS / "qwen3-8b-128k-gpu.yaml")
     assert local_paths(config) == ("/shared/data/long-documents/*.parquet", "/shared/models/Qwen3-8B")
-    assert num_parameters(config) == pytest.approx(8.19e9, rel=0.01)
-    assert num_parameters(config.changed(model={"path": "some/hub-model"})) is None
+    assert model_size(config) == (pytest.approx(8.19e9, rel=0.01), 0)
+    assert model_size(config.changed(model={"path": "some/hub-model"})) is None
+    adapted = config.changed(model={"name": "qwen3-8b", "path": None, "init": "random", "lora": {"rank": 16}})
+    assert model_size(adapted) == (pytest.approx(43.6e6, rel=0.01), pytest.approx(2 * 8.19e9, rel=0.01))
 
 
 def test_steps_of_a_run_tell_their_time(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Adapters of low rank beside frozen weights: PEFT's layers in a library's model, their first weights, and the names of
+what they wrap. Imported only for runs with `model.lora.rank`.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from rayfcp.config import ConfigError
+from rayfcp.config.adapting import LoraConfig
+from rayfcp.execute.parallel.sharding import local_shard
+from rayfcp.models.library import MARK, library_name
+from rayfcp.models.pretrained import library_on_meta
+from rayfcp.models.stages import decoder_layers
+from rayfcp.values import AdapterProfile
+
+_PREFIX = "base_model.model."
+"""Of names in PEFT's files: its own model and the attribute that holds the library's."""
+
+ADAPTER = "default"
+"""Name of the one adapter, part of the names of its parameters."""
+
+_ALL = "all-linear"
+
+
+def inject(library: Any, lora: LoraConfig) -> PeftConfig:
+    """Wrap linear layers of the decoder's layers in place, on the meta device, and freeze all other parameters; return
+    PEFT's configuration, with names by which PEFT finds the same layers.
+
+    Raises:
+        ConfigError: A target is no linear layer of the decoder, or layers differ in their targets.
+    """
+    config = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or lora.rank,
+        target_modules=_targets(library, lora),
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(config, library, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise _refused(lora, " ".join(str(error).split())[:200]) from error
+    _check_layers(library, lora)
+    return config
+
+
+def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
+    """What PEFT matches with the names of modules: ends of names, or an expression where an encoder has the same."""
+    decoder = library.get_decoder()
+    linear = {
+        name.rpartition(".")[2]
+        for layer in decoder_layers(decoder)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    names = sorted(linear) if lora.targets == (_ALL,) else list(lora.targets)
+    if library.config.sub_configs:
+        path = next(name for name, module in library.named_modules() if module is decoder)
+        return rf"{re.escape(path)}\.layers\.\d+\.(.*\.)?({'|'.join(map(re.escape, names))})"
+    return names
+
+
+def _check_layers(library: Any, lora: LoraConfig) -> None:
+    """
+    Raises:
+        ConfigError: See `inject`.
+    """
+    layers = decoder_layers(library.get_decoder())
+    wrapped = {name: module for name, module in library.named_modules() if isinstance(module, LoraLayer)}
+    inside = [{name for name, module in layer.named_modules() if isinstance(module, LoraLayer)} for layer in layers]
+    if len(wrapped) != sum(map(len, inside)):
+        inner = {id(module) for layer in layers for module in layer.modules()}
+        outer = next(name for name, module in wrapped.items() if id(module) not in inner)
+        raise _refused(lora, f"{outer} is not in a layer of the decoder")
+    other = next((number for number, names in enumerate(inside) if names != inside[0]), None)
+    if other is not None:
+        raise _refused(lora, f"layers 0 and {other} have different ones, all must have the same")
+    plain = next((name for name, module in wrapped.items() if type(module.get_base_layer()) is not nn.Linear), None)
+    if plain is not None:
+        raise _refused(lora, f"{plain} is a {type(wrapped[plain].get_base_layer()).__name__}, must be a linear layer")
+    for target in lora.targets if lora.targets != (_ALL,) else ():
+        if not any(name == target or name.endswith(f".{target}") for name in wrapped):
+            raise _refused(lora, f"no layer is called {target}")
+
+
+def _refused(lora: LoraConfig, why: str) -> ConfigError:
+    return ConfigError(
+        f"model.lora.targets is {', '.join(lora.targets)}, {why}; name linear layers that all decoder layers have, or "
+        f"{_ALL}"
+    )
+
+
+def draw(name: str, module: nn.Module) -> bool:
+    """Draw the first weights of one of PEFT's modules, whole, by the rule of PEFT's `reset_lora_parameters`; False for
+    any other module, which its family initialises. DoRA's norms are left to `set_norms`."""
+    kind = name.split(".")[-2] if name.endswith(f".{ADAPTER}") else ""
+    if kind == "lora_A":
+        assert isinstance(module, nn.Linear)
+        nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+    elif kind == "lora_B":
+        assert isinstance(module, nn.Linear)
+        nn.init.zeros_(module.weight)
+    return kind in ("lora_A", "lora_B", "lora_magnitude_vector")
+
+
+@torch.no_grad()
+def set_norms(model: nn.Module) -> None:
+    """Set DoRA's norms to those of the rows of the frozen weights, where B is 0. Rows lie whole on a device, and a norm
+    with its row."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and ADAPTER in module.lora_magnitude_vector:
+            rows = local_shard(module.get_base_layer().weight)
+            norms = local_shard(module.lora_magnitude_vector[ADAPTER].weight)
+            norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype))
+
+
+def adapter_profile(config: PreTrainedConfig, lora: LoraConfig) -> AdapterProfile:
+    """Sizes of the adapters for the cost model.
+
+    Raises:
+        ConfigError: As `inject`.
+    """
+    library = library_on_meta(config)
+    inject(library, lora)
+    first = decoder_layers(library.get_decoder())[0]
+    wrapped = [module for module in first.modules() if isinstance(module, LoraLayer)]
+    # Products with A; DoRA keeps the outputs of both branches too.
+    kept = sum(module.r[ADAPTER] + 2 * lora.dora * module.out_features for module in wrapped)
+    trained = sum(each.numel() for each in first.parameters() if each.requires_grad)
+    return AdapterProfile(layer_parameters=trained, token_elements=kept)
+
+
+def save(library: Any, tensors: dict[str, Tensor], *, settings: PeftConfig, folder: Path, base: str | None) -> None:
+    """Write `tensors`, the adapters of an injected model by name, and their settings as PEFT does. `base`: folder or
+    hub name of the weights that they belong to."""
+    state = get_peft_model_state_dict(library, state_dict=tensors, adapter_name=ADAPTER, save_embedding_layers=False)
+    named = {f"{_PREFIX}{name}": each.contiguous() for name, each in state.items()}
+    save_file(named, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    if isinstance(settings.target_modules, set):
+        settings.target_modules = sorted(settings.target_modules)  # the same file each time
+    settings.base_model_name_or_path, settings.inference_mode = base, True
+    settings.save_pretrained(str(folder))
+
+
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of a whole model with its adapters added in, by the library's names; the model is changed."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    return {library_name(name): value for name, value in model.state_dict().items() if MARK not in name}
