@@ -319,8 +319,8 @@ def check_paths(config: Config) -> None:
     Raises:
         ConfigError: one line for the first that is missing.
     """
-    sources = {"data.paths": config.data.paths}
-    sources |= {f"eval.sets.{name}.paths": each.source(config.data).paths for name, each in config.eval.sets.items()}
+    sources = {f"eval.sets.{name}.paths": each.source(config.data).paths for name, each in config.eval.sets.items()}
+    sources["data.paths"] = config.data.paths
     named = [(field, path) for field, paths in sources.items() for path in paths]
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))

@@ -22,6 +22,15 @@ from rayfcp.values import ClusterSpec, EvalResult
 Results = Mapping[str, EvalResult]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Results of an evaluation of the state after `step`, which took `seconds`."""
+
+    step: int
+    results: Results
+    seconds: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
     """An evaluation of the state after `step`: `next_batch` runs next. By set: losses of finished batches and their
@@ -53,6 +62,8 @@ class Evaluator:
         self._planned_for: ClusterSpec | None = None
         """Cluster of the plans in flight, without speeds; None if there are none."""
         self._small = False
+        self.last: Evaluated | None = None
+        """The last evaluation that was not stopped."""
         """Whether a rank gets no more tokens than in training, since a device ran out of memory."""
 
     def is_at(self, step: int) -> bool:
@@ -139,6 +150,7 @@ class Evaluator:
             for name, losses in now.losses.items()
         }
         taken_s = self._runtime.now_s() - now.began_s
+        self.last = Evaluated(step=now.step, results=results, seconds=taken_s)
         self._journal.metrics.set("eval_seconds", taken_s)
         text = "; ".join(
             f"{name} loss {number(each.loss)}, perplexity {number(each.perplexity)}, {each.tokens:,} tokens"
