@@ -142,7 +142,7 @@ class _Turns:
     def microbatches(self) -> Collection[int]:
         return self._reads
 
-    def check(self, where: str, number: int, earlier: int) -> None:
+    def check(self, where: str, number: int, *, earlier: int) -> None:
         """
         Raises:
             ValueError: microbatch `number` reads of one that is not earlier, or not there any more.
@@ -168,7 +168,7 @@ def _check_reused(tables: Sequence[AttentionTable], turns: _Turns, *, place: str
     for number, table in enumerate(tables):
         context = table.context
         for slot, earlier in sorted(set(zip(context.slot.tolist(), context.microbatch.tolist(), strict=True))):
-            turns.check(f"{place}, microbatch {number}: slot {slot}", number, earlier)
+            turns.check(f"{place}, microbatch {number}: slot {slot}", number, earlier=earlier)
         ranks = table.units.ranks[table.units.first[context.unit]]
         for earlier in np.unique(context.microbatch).tolist():
             rows = context.microbatch == earlier
@@ -417,7 +417,7 @@ def _check_kept(attention: Mapping[int, AttentionProgram], turns: _Turns, *, pla
             where = f"{place}, microbatch {number}: slot {slot.slot}"
             if slot.num_tokens < 1:
                 raise ValueError(f"{where} has tokens {slot.span}, must have at least one; lower the plan again")
-            turns.check(where, number, slot.microbatch)
+            turns.check(where, number, earlier=slot.microbatch)
             read[slot.microbatch].add(slot.span)
     for number, each in attention.items():
         if each.kept != (due := union(read[number])):
