@@ -46,6 +46,10 @@ def test_predictions_are_those_of_the_simulator(lengths: list[int], num_ranks: i
     trained = plan_batch(sequences, cluster=cluster, cost=cost)
     assert plan.predicted_s < 0.6 * trained.predicted_s
     assert timeline.iteration_s == pytest.approx(plan.predicted_s, rel=0.25)
+    fits = forward_tokens_per_rank(
+        MODEL, num_devices=num_ranks, memory_bytes=max(timeline.peak_memory_bytes), bytes_per_element=2
+    )
+    assert fits == pytest.approx(max(table.tokens.max() for table in lower(plan, sequences).tables), abs=1)
 
 
 def test_a_rank_holds_many_times_the_tokens_of_training() -> None:
