@@ -71,9 +71,9 @@ class Evaluator:
         return self._now is not None and self._now.step == step
 
     def begin(self, step: int, *, done: Callable[[Results], None]) -> None:
-        """Evaluate the state after `step` from now on, batch by batch (`run_batch`). `done` gets the results."""
+        """Evaluate the state after `step` from now on, batch by batch (`run_batch`). `done` gets the results. Plans made
+        ahead are used."""
         self._now = _UnderWay(step=step, done=done, began_s=self._runtime.now_s())
-        self._planned_for = None
 
     def plan_ahead(self, cluster: ClusterSpec, *, cost: CostModel, first: int = 1) -> None:
         """Plan batches from `first` on for these ranks, while devices are busy with something else."""
@@ -116,14 +116,11 @@ class Evaluator:
         self._small, self._planned_for = True, None
         return is_news
 
-    def drop_plans(self) -> None:
-        """Forget the plans in flight: the ranks that they are for are gone."""
-        self._planned_for = None
-
     def stop(self) -> None:
         """End an evaluation that is under way without results."""
         if self._now is not None:
             now, self._now = self._now, None
+            self._planned_for = None
             self._log(
                 f"evaluation after step {now.step} stopped after {now.next_batch - 1} of {len(self._batches)} batches; "
                 "it has no result"
