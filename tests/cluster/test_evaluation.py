@@ -2,6 +2,8 @@
 run left, by command."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,12 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster.trainer import FlexTrainer, export_run
+from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, dump_config
+from rayfcp.execute.reports import BatchLosses
+from rayfcp.program import Programs
 from rayfcp.telemetry.events import EventKind, read_events
-from rayfcp.values import StepReport
+from rayfcp.values import GlobalBatch, StepReport
 from tests.cluster.runs import run_config, steps_of, write_texts
 
 STAGES = {"cluster": {"num_workers": 4, "pipeline_stages": 2}, "plan": {"strategy": "elastic-pipeline"}}
@@ -75,6 +80,36 @@ def test_results_are_in_the_log_and_change_no_step(folder: Path, capsys: pytest.
     assert not (Path(config.run_dir) / ".evaluate").exists()
     assert main(["evaluate", config.run_dir, "--step", "3", "eval.batches=1"]) == 0
     assert capsys.readouterr().out.split()[:5] == ["set", "loss", "perplexity", "tokens", "val"]
+
+
+class EvaluationEndsWorker(DeviceWorker):
+    """One of two is killed in the second batch of an evaluation, once in a run."""
+
+    def evaluate(self, programs: Programs, batch: GlobalBatch, *, place: int, **given: Any) -> BatchLosses:
+        mark = Path(self._config.run_dir) / "killed"
+        if (batch.step, place) == (2, 1) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(programs, batch, place=place, **given)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_worker_costs_no_step_and_changes_no_result(folder: Path) -> None:
+    """The run goes on with one worker, and with two again once there is another."""
+    want = ran(config_of(folder, "whole"))
+    config = config_of(folder, "killed", cluster={"num_workers": [1, 2]}, elastic={"snapshot_every_steps": 1})
+    FlexTrainer(config, worker=EvaluationEndsWorker).fit()
+    found = steps_of(config)
+    assert [each.step for each in found] == [1, 2, 3] and not any(each.recovered for each in found)
+    (recovery,) = [
+        each for each in read_events(Path(config.run_dir) / "events.jsonl") if each.kind is EventKind.RECOVERY
+    ]
+    assert (recovery.step, recovery.lost_steps, recovery.cause) == (2, 0, "died")
+    for mine, whole in zip(found, want, strict=True):
+        assert mine.loss == pytest.approx(whole.loss, rel=1e-5)
+        assert {name: each.loss for name, each in mine.eval.items()} == pytest.approx(
+            {name: each.loss for name, each in whole.eval.items()}, rel=1e-6
+        )
 
 
 def evaluated_by_command(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
