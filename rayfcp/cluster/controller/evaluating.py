@@ -62,9 +62,9 @@ class Evaluator:
         self._planned_for: ClusterSpec | None = None
         """Cluster of the plans in flight, without speeds; None if there are none."""
         self._small = False
+        """Whether a rank gets no more tokens than in training, since a device ran out of memory."""
         self.last: Evaluated | None = None
         """The last evaluation that was not stopped."""
-        """Whether a rank gets no more tokens than in training, since a device ran out of memory."""
 
     def is_at(self, step: int) -> bool:
         """True if the state after `step` is being evaluated."""
