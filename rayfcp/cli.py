@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from rayfcp import __version__
-from rayfcp.commands import DONE, FAILED, WRONG_INPUT, CommandFailedError, add_config, bench, doctor, submit
+from rayfcp.commands import DONE, FAILED, WRONG_INPUT, CommandFailedError, add_config, bench, doctor, evaluate, submit
 from rayfcp.compare.arguments import add_arguments, not_negative, positive
 from rayfcp.config import Config, ConfigError, check_paths, config_of_keys, load_config
 
@@ -129,11 +129,17 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_arguments(_command(commands, "doctor", run=doctor.run, text=text))
     text = "Compile the planners' kernels ahead of the first run"
     _command(commands, "warm-up", run=_warm_up, text=text).epilog = WARM_UP
+    _add_commands_of_runs(commands)
+    return parser
+
+
+def _add_commands_of_runs(commands: _Commands) -> None:
     _add_report(commands)
     text = "Follow a run that is training, and print the address of its live page"
     _with_run(commands, "watch", run=_watch, text=text)
     _add_export(commands)
-    return parser
+    text = "Evaluate a checkpoint of a run, or a Hugging Face model, on held-out data"
+    evaluate.add_arguments(_command(commands, "evaluate", run=evaluate.run, text=text))
 
 
 def _command(

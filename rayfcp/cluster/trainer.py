@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_intact, step_of
+from rayfcp.cluster.checkpoints.folder import chosen_checkpoint
 from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.dataset import described_model
@@ -181,19 +181,11 @@ def export_run(
     from rayfcp.models.export import export_checkpoint
 
     config = load_config(Path(run_dir) / "config.yaml")
-    folder = Path(run_dir) / "checkpoints"
     if dtype is not None:
         config = config.changed(model={"dtype": dtype})
-    candidates = CheckpointFolder(folder, keep=config.checkpoint.keep).complete()[::-1]
-    if step is not None and candidates:
-        steps = {step_of(each): each for each in candidates}
-        if step not in steps:
-            raise ConfigError(f"--step is {step}, must be one of {', '.join(map(str, sorted(steps)))} in {folder}")
-        candidates = [steps[step]]
-    found = newest_intact(candidates, check=find_damage, log=log)
-    if found is None:
-        raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
-    checkpoint, manifest = found
+    checkpoint, manifest = chosen_checkpoint(
+        Path(run_dir), keep=config.checkpoint.keep, step=step, check=find_damage, log=log
+    )
     vocab_size = int(manifest.model["vocab_size"])
     export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge)
     return checkpoint

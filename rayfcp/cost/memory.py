@@ -204,22 +204,44 @@ def forward_tokens_per_rank(
     gather_every: Literal["microbatch", "step"] = "microbatch",
 ) -> int:
     """Tokens that fit on each of `num_devices` of a single stage in passes that are not followed by a backward pass; 0
-    or less if states alone pass `memory_bytes`.
+    or less if states alone pass `memory_bytes`."""
+    states = forward_state_bytes(
+        model,
+        layers_of_stage=(model.num_layers,),
+        stage=0,
+        num_ranks=num_devices,
+        bytes_per_element=bytes_per_element,
+        gather_every=gather_every,
+    )
+    return (memory_bytes - states) // forward_token_bytes(model, bytes_per_element=bytes_per_element)
 
-    Beside weights and moments there are gathered layers and a chunk's logits, but no gradients. Of a token there is
-    what one layer makes, at most all that its backward pass would need, its input and output, and the keys and values
-    of two rounds.
-    """
-    outer = outer_parameters(model, num_stages=1)[0]
-    whole = model.num_layers * model.layer_parameters + outer
-    few = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + outer
+
+def forward_state_bytes(
+    model: ModelProfile,
+    *,
+    layers_of_stage: Sequence[int],
+    stage: int,
+    num_ranks: int,
+    bytes_per_element: int,
+    gather_every: Literal["microbatch", "step"],
+) -> int:
+    """Bytes of a device of a stage beside tokens in passes that are not followed by a backward pass: weights and
+    moments, gathered layers, on the last stage a chunk's logits, but no gradients."""
+    outer, layers = outer_parameters(model, num_stages=len(layers_of_stage))[stage], layers_of_stage[stage]
+    whole = layers * model.layer_parameters + outer
+    few = min(GATHERED_LAYERS, layers) * model.layer_parameters + outer
     gathered = bytes_per_element * (whole if gather_every == "step" else few)
-    states = -(-(STATE_BYTES - FP32_BYTES) * whole // num_devices)
+    is_last = stage == len(layers_of_stage) - 1
+    logits = loss_bytes(model, bytes_per_element=bytes_per_element) if is_last else 0
+    return -(-(STATE_BYTES - FP32_BYTES) * whole // num_ranks) + gathered + logits
+
+
+def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes per token of such a pass: what one layer makes, at most all that its backward pass would need, its input
+    and output, the last norm, keys and values of two rounds, and exchanges for heads."""
     each = layer_bytes(model, bytes_per_element=bytes_per_element)
-    by_heads = bytes_per_element * 2 * model.num_heads * model.head_dim + each.kv  # where ranks share out heads
-    per_token = each.whole + 2 * bytes_per_element * model.hidden_size + each.head + 2 * each.kv + by_heads
-    left = memory_bytes - states - gathered - loss_bytes(model, bytes_per_element=bytes_per_element)
-    return left // per_token
+    by_heads = bytes_per_element * 2 * model.num_heads * model.head_dim + each.kv
+    return each.whole + 2 * bytes_per_element * model.hidden_size + each.head + 2 * each.kv + by_heads
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:

@@ -219,7 +219,7 @@ class _Turns:
             for wanted in ((Forward, Free) if self._forward_only else (Backward, Backward))
         )
 
-    def check(self, where: str, number: int, earlier: int) -> None:
+    def check(self, where: str, number: int, *, earlier: int) -> None:
         """
         Raises:
             ValueError: microbatch `number` reads of one that is not earlier, or not there any more.
@@ -245,7 +245,7 @@ def _check_reused(tables: Sequence[AttentionTable], turns: _Turns, *, place: str
     for number, table in enumerate(tables):
         context = table.context
         for slot, earlier in sorted(set(zip(context.slot.tolist(), context.microbatch.tolist(), strict=True))):
-            turns.check(f"{place}, microbatch {number}: slot {slot}", number, earlier)
+            turns.check(f"{place}, microbatch {number}: slot {slot}", number, earlier=earlier)
         ranks = table.rank(context.unit)
         for earlier in np.unique(context.microbatch).tolist():
             rows = context.microbatch == earlier

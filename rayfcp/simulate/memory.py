@@ -4,7 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes
+from rayfcp.cost.memory import (
+    ending_bytes,
+    forward_state_bytes,
+    forward_token_bytes,
+    layer_bytes,
+    patch_bytes,
+    stage_state_bytes,
+)
 from rayfcp.program import Backward, Encode, Forward, Instruction, Programs
 from rayfcp.program.ledger import AttentionUse, Stage, forward_bytes, held_bytes, uses_of
 from rayfcp.simulate.machine import Machine
@@ -32,6 +39,8 @@ def memory_over_time(
 ) -> tuple[tuple[Sample, ...], ...]:
     """Samples of each device: states, gathered layers, unreduced gradients and a chunk's logits all along (their memory
     is never given back), and activations from the start of a forward pass to the end of its backward pass."""
+    if programs.forward_only:
+        return _forward_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every)
     first = programs.outlines[0].instructions
     reduces = all(item.reduce for item in first if isinstance(item, Backward))
     reduce_every: Every = "microbatch" if reduces else "step"
@@ -62,6 +71,39 @@ def memory_over_time(
             rank = device % machine.num_ranks
             more = max(ending - base_bytes, 0)
             found.append(one.staged(passes, rank) if by_range else one.samples(passes, rank, ending=more))
+    return tuple(found)
+
+
+def _forward_over_time(
+    programs: Programs, *, machine: Machine, outcome: ReplayOutcome, gather_every: Every
+) -> tuple[tuple[Sample, ...], ...]:
+    """`memory_over_time` of passes forward alone: a microbatch's activations last as long as its pass, and keys and
+    values that later ones read to the end, which is more than they do. A vision encoder is left out."""
+    model, size = machine.model, machine.bytes_per_element
+    per_token = forward_token_bytes(model, bytes_per_element=size)
+    found: list[tuple[Sample, ...]] = []
+    for outline in programs.outlines:
+        layers = machine.layers_of_stage[outline.stage]
+        base_bytes = forward_state_bytes(
+            model,
+            layers_of_stage=machine.layers_of_stage,
+            stage=outline.stage,
+            num_ranks=machine.num_ranks,
+            bytes_per_element=size,
+            gather_every=gather_every,
+        )
+        kept_bytes = layers * layer_bytes(model, bytes_per_element=size).kv
+        for rank in range(machine.num_ranks):
+            device = outline.stage * machine.num_ranks + rank
+            instants, times = outcome.plot(device).instants, outcome.times(device)
+            samples: list[Sample] = [(0.0, base_bytes)]
+            held = base_bytes
+            for each in _passes(timed(outline), instants=instants, times=times):
+                if isinstance(each.item, Forward):
+                    use = AttentionUse.of_rank(programs.attention[each.item.kind][each.item.microbatch], rank)
+                    held += kept_bytes * use.kept
+                    samples += [(each.start_s, held + per_token * use.tokens), (each.stop_s, held)]
+            found.append(tuple(samples))
     return tuple(found)
 
 

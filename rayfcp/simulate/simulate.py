@@ -88,7 +88,7 @@ def simulate(
     Raises:
         ValueError: programs that would wait for ever, or a profile that makes no sense.
     """
-    check_progress(programs, forward_only=programs.forward_only)
+    check_progress(programs, forward_only=isinstance(programs, Programs) and programs.forward_only)
     machine = machine_of(
         model,
         hardware,

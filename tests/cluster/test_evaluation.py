@@ -1,19 +1,34 @@
-"""Evaluation in runs on a local cluster: results in the log, equal on any ranks, and training as without."""
+"""Evaluation in runs on a local cluster: results in the log, equal on any ranks, and training as without; and of what a
+run left, by command."""
 
+import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rayfcp.cluster.trainer import FlexTrainer
-from rayfcp.config import Config
-from rayfcp.values import StepReport
+from rayfcp.cli import main
+from rayfcp.cluster.trainer import FlexTrainer, export_run
+from rayfcp.cluster.workers.worker import DeviceWorker
+from rayfcp.config import Config, dump_config
+from rayfcp.execute.reports import BatchLosses
+from rayfcp.program import Programs
+from rayfcp.telemetry.events import EventKind, read_events
+from rayfcp.values import GlobalBatch, StepReport
 from tests.cluster.runs import run_config, steps_of, write_texts
 
+STAGES = {"cluster": {"num_workers": 4, "pipeline_stages": 2}, "plan": {"strategy": "elastic-pipeline"}}
 
-def config_of(folder: Path, name: str, **sections: dict[str, object]) -> Config:
-    evaluated = {"sets": {"val": {"paths": str(folder / "texts.jsonl")}}, "every_steps": 2, "batches": 3}
-    given = {"train": {"steps": 3, "lr_schedule": "constant"}, "eval": evaluated}
-    return run_config(folder, name=name, **{**given, **sections})
+
+def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> Config:
+    sets = {"val": {"paths": str(folder / "texts.jsonl")}, "short": {"paths": str(folder / "few"), "max_seqlen": 16}}
+    given: dict[str, Any] = {
+        "train": {"steps": 3, "lr_schedule": "constant"},
+        "eval": {"sets": sets, "every_steps": 2, "batches": 3},
+    }
+    return run_config(folder, name=name, **given | sections)
 
 
 def ran(config: Config) -> tuple[StepReport, ...]:
@@ -21,19 +36,107 @@ def ran(config: Config) -> tuple[StepReport, ...]:
     return steps_of(config)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_results_are_in_the_log_and_change_no_step(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     write_texts(tmp_path)
-    evaluated = ran(config_of(tmp_path, "evaluated"))
-    plain = ran(config_of(tmp_path, "plain", eval={}))
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a.txt").write_text("some words that are cut after sixteen tokens")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_results_are_in_the_log_and_change_no_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(folder, "evaluated")
+    evaluated, plain = ran(config), ran(config_of(folder, "plain", eval={}))
     assert [each.loss for each in evaluated] == [each.loss for each in plain]
-    assert [sorted(each.eval) for each in evaluated] == [[], ["val"], ["val"]]
-    first, last = evaluated[1].eval["val"], evaluated[2].eval["val"]
-    assert last.loss < first.loss and first.tokens == last.tokens > 0
-    staged = ran(
-        config_of(
-            tmp_path, "staged", cluster={"num_workers": 4, "pipeline_stages": 2}, plan={"strategy": "elastic-pipeline"}
-        )
+    assert [sorted(each.eval) for each in evaluated] == [[], ["short", "val"], ["short", "val"]]
+    first, last = evaluated[1].eval, evaluated[2].eval
+    assert last["val"].loss < first["val"].loss and first["val"].tokens == last["val"].tokens > 0
+    assert last["short"].tokens == 15
+    told = read_events(Path(config.run_dir) / "events.jsonl")
+    assert [each.step for each in told if each.kind is EventKind.EVALUATION] == [2, 3]
+    assert "Evaluation loss: short" in (Path(config.run_dir) / "report.html").read_text()
+    assert not (Path(config.run_dir) / "evaluating.json").exists()
+
+    staged = ran(config_of(folder, "staged", **STAGES))[-1].eval
+    for name, result in last.items():
+        assert staged[name].loss == pytest.approx(result.loss, rel=1e-6) and staged[name].tokens == result.tokens
+
+    capsys.readouterr()
+    found = evaluated_by_command(config.run_dir, "cluster.num_workers=1", capsys=capsys)
+    assert found["step"] == 3 and found["sets"].keys() == last.keys()
+    export_run(config.run_dir, out_dir=folder / "exported")
+    given = folder / "sets.yaml"
+    given.write_text(dump_config(config.changed(model={"path": None})))
+    alike = evaluated_by_command(
+        str(folder / "exported"), str(given), "data.tokenizer=bytes", "cluster.num_workers=3", capsys=capsys
     )
-    assert staged[-1].eval["val"].loss == pytest.approx(last.loss, rel=1e-6)
-    assert staged[-1].eval["val"].tokens == last.tokens
+    assert alike["step"] == 0
+    for name, result in last.items():
+        for each in (found, alike):
+            assert each["sets"][name]["loss"] == pytest.approx(result.loss, rel=1e-6)
+            assert each["sets"][name]["perplexity"] == pytest.approx(result.perplexity, rel=1e-5)
+            assert each["sets"][name]["tokens"] == result.tokens
+    assert not (Path(config.run_dir) / ".evaluate").exists()
+    assert main(["evaluate", config.run_dir, "--step", "3", "eval.batches=1"]) == 0
+    assert capsys.readouterr().out.split()[:5] == ["set", "loss", "perplexity", "tokens", "val"]
+
+
+class EvaluationEndsWorker(DeviceWorker):
+    """One of two is killed in the second batch of an evaluation, once in a run."""
+
+    def evaluate(self, programs: Programs, batch: GlobalBatch, *, place: int, **given: Any) -> BatchLosses:
+        mark = Path(self._config.run_dir) / "killed"
+        if (batch.step, place) == (2, 1) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(programs, batch, place=place, **given)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_worker_costs_no_step_and_changes_no_result(folder: Path) -> None:
+    """The run goes on with one worker, and with two again once there is another."""
+    want = ran(config_of(folder, "whole"))
+    config = config_of(folder, "killed", cluster={"num_workers": [1, 2]}, elastic={"snapshot_every_steps": 1})
+    FlexTrainer(config, worker=EvaluationEndsWorker).fit()
+    found = steps_of(config)
+    assert [each.step for each in found] == [1, 2, 3] and not any(each.recovered for each in found)
+    (recovery,) = [
+        each for each in read_events(Path(config.run_dir) / "events.jsonl") if each.kind is EventKind.RECOVERY
+    ]
+    assert (recovery.step, recovery.lost_steps, recovery.cause) == (2, 0, "died")
+    for mine, whole in zip(found, want, strict=True):
+        assert mine.loss == pytest.approx(whole.loss, rel=1e-5)
+        assert {name: each.loss for name, each in mine.eval.items()} == pytest.approx(
+            {name: each.loss for name, each in whole.eval.items()}, rel=1e-6
+        )
+
+
+def evaluated_by_command(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["evaluate", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    config = config_of(folder, "wrong")
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    model = str(folder / "model")
+    for words, told in (
+        ([str(folder / "nowhere")], "must be a run directory with config.yaml or a Hugging Face folder"),
+        ([str(run_dir)], "no complete checkpoint is in"),
+        ([str(run_dir), "eval.sets={}"], "eval.sets is empty, must name data to evaluate"),
+        ([str(run_dir), "eval.sets.val.pahts=x"], "did you mean eval.sets.val.paths?"),
+        ([model], "eval.sets is empty, must name data to evaluate"),
+        ([model, "--step", "3"], "--step is 3, must be absent for a model folder"),
+        ([model, "eval.sets.val.paths=missing"], "eval.sets.val.paths has 'missing', which does not exist"),
+        ([model, "missing.yaml"], "config file 'missing.yaml' does not exist"),
+    ):
+        assert main(["evaluate", *words]) == 2, words
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1, error

@@ -10,10 +10,11 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric
+from rayfcp.execute.scoring import sums_by_sequence
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies.registry import names
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import Programs, RankProgram, check_progress, lower
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import ClusterSpec, Primitive
 from rayfcp.verify import check_plan, check_programs
@@ -106,6 +107,29 @@ def test_on_any_ranks_as_the_library_computes_it(family: str, dtype: str, freeze
         check_programs(programs, shown.sequences)
         loss, gradients = run_vlm(programs, shown, dtype=dtype, freeze=freeze)
         assert_same(loss, gradients, want=want, dtype=dtype, what=(family, at))
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_losses_of_evaluation_are_those_of_training(family: str) -> None:
+    """Images are encoded, and their features exchanged, without gradients."""
+    shown = Shown(family=family, rows=ROWS[family])
+    want, _ = by_library(shown, dtype="float64", freeze=False)
+    model = vlm_model(vlm_config(family), dtype="float64", freeze=False)
+    for at, case in enumerate(cases(shown.rows)):
+        plan = encoded_anywhere(case.plan(), shown.sequences, seed=at)
+        programs = lower(plan, shown.sequences, forward_only=True)
+        check_progress(programs, forward_only=True)
+        fabric, sums = Fabric(case.num_ranks), torch.zeros(case.num_ranks, len(shown.rows), dtype=torch.float64)
+
+        def work(rank: int, fabric: Fabric = fabric, programs: Programs = programs, sums: torch.Tensor = sums) -> None:
+            transport = InProcessTransport(fabric, rank)
+            interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=model)
+            scored = interpreter.score(programs[rank], shown, images=shown)
+            sums[rank] = sums_by_sequence(scored, num_sequences=len(shown.rows), device=torch.device("cpu"))
+
+        run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
+        assert float(sums.sum()) / shown.num_targets == pytest.approx(want, rel=1e-9), (family, at)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def cost_of(shown: Shown, *, num_ranks: int, freeze: bool) -> CostModel:

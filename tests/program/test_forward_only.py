@@ -66,6 +66,8 @@ def test_programs_are_checked_and_simulated_and_take_less(seed: int, num_ranks: 
         for forward_only in (True, False)
     ]
     assert timelines[0].iteration_s < 0.6 * timelines[1].iteration_s
+    for forward, trained in zip(*(each.peak_memory_bytes for each in timelines), strict=True):
+        assert 0 < forward < trained
 
 
 def test_stages_are_simulated() -> None:

@@ -34,6 +34,7 @@ def test_states_are_evaluated_when_they_are_due() -> None:
         assert steps_with_results(result) == steps
         assert [each.step for each in of(result, EventKind.EVALUATION)] == steps
         assert {tuple(each.eval) for each in result.reports if each.eval} == {("val", "code")}
+        assert result.num_planned == STEPS + 10 * len(steps), "batches are planned ahead, once"
     assert not any("evaluat" in line for line in ran(steps=STEPS).lines)
 
 

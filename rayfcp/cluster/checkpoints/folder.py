@@ -194,6 +194,27 @@ Check = Callable[[str, Sequence[FileSum]], str | None]
 """Damage of the first file of a folder that differs from its checksum; None if all are intact."""
 
 
+def chosen_checkpoint(
+    run_dir: Path, *, keep: int, step: int | None, check: "Check", log: Callable[[str], object]
+) -> "tuple[Path, Manifest]":
+    """The newest intact checkpoint of a run, or that of `step`, which the user named; damaged ones are logged.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = run_dir / "checkpoints"
+    candidates = CheckpointFolder(folder, keep=keep).complete()[::-1]
+    if step is not None and candidates:
+        steps = {step_of(each): each for each in candidates}
+        if step not in steps:
+            raise ConfigError(f"--step is {step}, must be one of {', '.join(map(str, sorted(steps)))} in {folder}")
+        candidates = [steps[step]]
+    found = newest_intact(candidates, check=check, log=log)
+    if found is None:
+        raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
+    return found
+
+
 def newest_intact(
     candidates: Sequence[Path], *, check: Check, log: Callable[[str], object]
 ) -> tuple[Path, Manifest] | None:

@@ -45,14 +45,23 @@ class Resume:
 
     Args:
         owner: id of this controller, which no earlier one had.
+        same_data: whether the run goes on with the checkpoint's samples.
 
     Raises:
         ConfigError: the checkpoint named by the user is damaged, none is intact, or it is of another model or data.
     """
 
     def __init__(
-        self, config: Config, *, owner: str, sampler: Sampler, model: dict[str, Any], log: Callable[[str], None]
+        self,
+        config: Config,
+        *,
+        owner: str,
+        sampler: Sampler,
+        model: dict[str, Any],
+        log: Callable[[str], None],
+        same_data: bool = True,
     ) -> None:
+        self._same_data = same_data
         self._config, self.sampler, self._log = config, sampler, log
         self.folder = CheckpointFolder(
             Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{owner}-"
@@ -114,7 +123,8 @@ class Resume:
         self.source, manifest = found
         check_same_model(manifest, self.model)
         try:
-            self.sampler.check_state(manifest.data)
+            if self._same_data:
+                self.sampler.check_state(manifest.data)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.step = manifest.step

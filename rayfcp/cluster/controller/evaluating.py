@@ -22,6 +22,15 @@ from rayfcp.values import ClusterSpec, EvalResult
 Results = Mapping[str, EvalResult]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Results of an evaluation of the state after `step`, which took `seconds`."""
+
+    step: int
+    results: Results
+    seconds: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
     """An evaluation of the state after `step`: `next_batch` runs next. By set: losses of finished batches and their
@@ -54,15 +63,17 @@ class Evaluator:
         """Cluster of the plans in flight, without speeds; None if there are none."""
         self._small = False
         """Whether a rank gets no more tokens than in training, since a device ran out of memory."""
+        self.last: Evaluated | None = None
+        """The last evaluation that was not stopped."""
 
     def is_at(self, step: int) -> bool:
         """True if the state after `step` is being evaluated."""
         return self._now is not None and self._now.step == step
 
     def begin(self, step: int, *, done: Callable[[Results], None]) -> None:
-        """Evaluate the state after `step` from now on, batch by batch (`run_batch`). `done` gets the results."""
+        """Evaluate the state after `step` from now on, batch by batch (`run_batch`). `done` gets the results. Plans made
+        ahead are used."""
         self._now = _UnderWay(step=step, done=done, began_s=self._runtime.now_s())
-        self._planned_for = None
 
     def plan_ahead(self, cluster: ClusterSpec, *, cost: CostModel, first: int = 1) -> None:
         """Plan batches from `first` on for these ranks, while devices are busy with something else."""
@@ -105,14 +116,11 @@ class Evaluator:
         self._small, self._planned_for = True, None
         return is_news
 
-    def drop_plans(self) -> None:
-        """Forget the plans in flight: the ranks that they are for are gone."""
-        self._planned_for = None
-
     def stop(self) -> None:
         """End an evaluation that is under way without results."""
         if self._now is not None:
             now, self._now = self._now, None
+            self._planned_for = None
             self._log(
                 f"evaluation after step {now.step} stopped after {now.next_batch - 1} of {len(self._batches)} batches; "
                 "it has no result"
@@ -139,6 +147,7 @@ class Evaluator:
             for name, losses in now.losses.items()
         }
         taken_s = self._runtime.now_s() - now.began_s
+        self.last = Evaluated(step=now.step, results=results, seconds=taken_s)
         self._journal.metrics.set("eval_seconds", taken_s)
         text = "; ".join(
             f"{name} loss {number(each.loss)}, perplexity {number(each.perplexity)}, {each.tokens:,} tokens"

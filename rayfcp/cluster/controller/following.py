@@ -38,8 +38,10 @@ def follow(
     runtime: Runtime,
     watcher: Watcher,
     eval_dirs: Mapping[str, str] | None = None,
+    only_evaluates: bool = False,
 ) -> tuple[Outcome, list[StepReport]]:
-    """Run to the end; return the outcome and the reports of all steps. `eval_dirs`: prepared evaluation sets by name.
+    """Run to the end; return the outcome and the reports of all steps. `eval_dirs`: prepared evaluation sets by name;
+    `only_evaluates`: no step, only the state that the run begins with.
 
     A controller whose process is lost is started again, up to `elastic.controller_restarts` times, and continues with
     the workers that are alive. Nothing is left behind, however the run ends.
@@ -47,7 +49,8 @@ def follow(
     Raises:
         CapacityError: there is no CPU for the controller.
     """
-    follower = _Follower(config, data_dir, runtime=runtime, watcher=watcher, eval_dirs=eval_dirs or {})
+    more = {"eval_dirs": eval_dirs or {}, "only_evaluates": only_evaluates}
+    follower = _Follower(config, data_dir, runtime=runtime, watcher=watcher, **more)
     try:
         return follower.run(), follower.reports
     finally:
@@ -64,9 +67,9 @@ class _Follower:
         *,
         runtime: Runtime,
         watcher: Watcher,
-        eval_dirs: Mapping[str, str],
+        **more: Any,
     ) -> None:
-        self._eval_dirs = eval_dirs
+        self._more = more
         self._config, self._data_dir, self._runtime, self._watcher = config, data_dir, runtime, watcher
         self.reports: list[StepReport] = []
         self._stop_requested = False
@@ -87,9 +90,7 @@ class _Follower:
 
     def _start(self) -> None:
         spec = ActorSpec(role=Role.CONTROLLER)
-        self._controller = self._runtime.start(
-            spec, self._config, self._data_dir, runtime=self._runtime, eval_dirs=self._eval_dirs
-        )
+        self._controller = self._runtime.start(spec, self._config, self._data_dir, runtime=self._runtime, **self._more)
         timeout_s = max(self._config.elastic.start_timeout_s, CONTROLLER_START_S)
         if not self._runtime.wait([self._controller.poll.remote(messages=0, reports=0)], timeout_s=timeout_s):
             raise CapacityError(

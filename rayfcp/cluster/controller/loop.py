@@ -42,6 +42,7 @@ class TrainingLoop:
     Args:
         began_s: start of the run on `Runtime.now_s`.
         announce: logs what comes next; raises `StoppedError` if the run shall not go on.
+        only_evaluates: no step is run, the state of the first generation is evaluated.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class TrainingLoop:
         began_s: float,
         log: Callable[[str], None],
         announce: Callable[[str], None],
+        only_evaluates: bool = False,
     ) -> None:
+        self._last_step = initial.version if only_evaluates else config.train.steps
+        self._only_evaluates = only_evaluates
         self._config, self._stepper, self._initial, self._costs = config, stepper, initial, costs
         self._state, self._saver, self._journal = stepper.cluster_state, stepper.saver, stepper.journal
         self._stopping, self._began_s, self._log, self._announce = stopping, began_s, log, announce
@@ -68,6 +72,9 @@ class TrainingLoop:
         interrupted by losses like any step."""
         version, formed, measured = self._initial.version, False, False
         self._stepper.go_on_evaluating()
+        if self._only_evaluates:
+            assert self._stepper.evaluator is not None, "sets were checked"
+            self._stepper.evaluator.begin(version, done=lambda _: None)
         while True:
             try:
                 if not formed:
@@ -89,7 +96,7 @@ class TrainingLoop:
 
     def _goes_on(self, version: int) -> bool:
         """True if there is a step or an evaluation to run after `version` steps."""
-        left = version < self._config.train.steps or self._stepper.is_evaluating(version)
+        left = version < self._last_step or self._stepper.is_evaluating(version)
         return left and not self._stopping.is_set()
 
     def _begin(self) -> None:
@@ -109,7 +116,7 @@ class TrainingLoop:
         cost = self._costs.measure(state.worker_group, state.cluster)
         stepper.use_measured(cost, peak_flops=device_peak_flops(self._config, state.worker_group))
         stepper.plan_for(state.cluster, state.ids, version=version)
-        self._announce("training")
+        self._announce("evaluating" if self._only_evaluates else "training")
 
     def _finish(self, version: int) -> Finished:
         stepper, journal = self._stepper, self._journal
@@ -122,7 +129,8 @@ class TrainingLoop:
         journal.record.predict(
             lambda programs, cluster: stepper.plans.simulate_step(programs, cluster=cluster, cost=cost)
         )
-        self._announce("saving")
+        if not self._only_evaluates:
+            self._announce("saving")
         checkpoint = self._saver.last(version)
         wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))
         medians = statistics.median(wall_s), statistics.median(cpu_s)

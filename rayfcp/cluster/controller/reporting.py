@@ -159,16 +159,21 @@ class Journal:
         )
         self._step_log = StepLog(step_log, resume_step=resume_step)
         self._held = HeldStep(run_dir)
-        held = self._held.read()
-        self.held = held if held is not None and self._step_log.last_step < held.step == resume_step else None
-        """The step that the run goes on from, if its state was being evaluated and it is not in the log yet."""
-        if held is not None and self.held is None:
-            self._held.clear()
+        self.held = self._held_at(resume_step)
+        """The last step, if its state is being evaluated and it is not in the log yet."""
         keys = flat(config.model_dump(mode="json"))
         about = RunInfo(name=config.run.name, run_dir=run_dir, config=keys, resume_step=resume_step)
         self._loggers = Loggers(config.metrics.loggers, about, log=log)
         self._began_s, self._productive_s, self._log = began_s, 0.0, log
         self._broken_images: set[str] = set()
+
+    def _held_at(self, resume_step: int) -> StepReport | None:
+        """The step that the run goes on from, if a controller before this one held it back."""
+        held = self._held.read()
+        if held is not None and self._step_log.last_step < held.step == resume_step:
+            return held
+        self._held.clear()
+        return None
 
     @property
     def last_step(self) -> int:

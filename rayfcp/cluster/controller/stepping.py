@@ -154,10 +154,7 @@ class Stepper:
         refs = self._dispatch(planned, step)
         self.plans.refill()
         self._learn()
-        will_evaluate = self._is_due(step)
-        if will_evaluate and self.evaluator is not None:
-            cluster = self._with_speeds(self.cluster_state.cluster, self.cluster_state.ids)
-            self.evaluator.plan_ahead(cluster, cost=self.refit.cost)
+        evaluates = self._plan_evaluation(step)
         deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
         devices = worker_group.get(refs, deadline_s=deadline_s, leave_s=self._times.leave_s(self._config.elastic))
         step_s = self._runtime.now_s() - start_s
@@ -178,10 +175,7 @@ class Stepper:
         self._guard.check(planned.batch, devices[0], metrics=self.journal.metrics)
         # Before the next one, after which copies of this step's state may be dropped: a restarted controller cannot
         # resume from a state whose step is not in the log.
-        if will_evaluate:
-            self._evaluate_then(report, lambda evaluated: self._commit(planned, devices, evaluated))
-        elif not self.is_evaluating(step):  # as it is while a state that was lost in between is made again
-            self._commit(planned, devices, report)
+        self._commit(planned, devices, report, evaluates=evaluates)
         self.replication.after_step(devices, step_s=step_s)
         copied_s = max(each.snapshot_s for each in devices)
         self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
@@ -189,15 +183,28 @@ class Stepper:
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 
-    def _is_due(self, step: int) -> bool:
-        """True if an evaluation begins after `step`, which was not finished before."""
+    def _plan_evaluation(self, step: int) -> bool:
+        """Plan the evaluation of the state after a step that runs, if one is due; True if so."""
         due = self._config.eval.is_due(step, last_step=self._config.train.steps)
-        return due and step > self.journal.last_step and not self.is_evaluating(step)
+        if self.evaluator is None or not due or step <= self.journal.last_step or self.is_evaluating(step):
+            return False
+        cluster = self._with_speeds(self.cluster_state.cluster, self.cluster_state.ids)
+        self.evaluator.plan_ahead(cluster, cost=self.refit.cost)
+        return True
 
-    def _commit(self, planned: PlannedStep, devices: list[DeviceReport], report: StepReport) -> None:
-        """Write down a finished step."""
-        self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
-        self._report(report, devices, groups=planned.record.groups)
+    def _commit(
+        self, planned: PlannedStep, devices: list[DeviceReport], report: StepReport, *, evaluates: bool
+    ) -> None:
+        """Write down a finished step: with the results of its evaluation, if there is one, which then begins."""
+
+        def commit(report: StepReport) -> None:
+            self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
+            self._report(report, devices, groups=planned.record.groups)
+
+        if evaluates:
+            self._evaluate_then(report, commit)
+        elif not self.is_evaluating(report.step):  # as it is while a state that was lost in between is made again
+            commit(report)
 
     def _report(self, report: StepReport, devices: list[DeviceReport], *, groups: TimedGroups = ()) -> None:
         if self.journal.commit(report, devices, groups=groups):

@@ -40,7 +40,7 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, 
 from rayfcp.values.devices import DEVICES
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.controller.evaluating import Evaluator
+    from rayfcp.cluster.controller.evaluating import Evaluated, Evaluator
     from rayfcp.data.evaluation import EvalBatches
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of a run: `finished`, or an `error` that the user can correct (`wrong_input`) or not (see `trace`)."""
+    """Result of a run: `finished`, and what it `evaluated` last, or an `error` that the user can correct
+    (`wrong_input`) or not (see `trace`)."""
 
     finished: Finished | None = None
+    evaluated: "Evaluated | None" = None
     error: str = ""
     wrong_input: bool = False
     trace: str = ""
@@ -63,8 +65,15 @@ class Controller:
     """
 
     def __init__(
-        self, config: Config, data_dir: str, *, runtime: Runtime, eval_dirs: Mapping[str, str] | None = None
+        self,
+        config: Config,
+        data_dir: str,
+        *,
+        runtime: Runtime,
+        eval_dirs: Mapping[str, str] | None = None,
+        only_evaluates: bool = False,
     ) -> None:
+        self._only_evaluates = only_evaluates
         self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, runtime.flag()
         self._eval_dirs = dict(eval_dirs or {})
         self._run_dir = Path(config.run_dir)
@@ -72,6 +81,7 @@ class Controller:
         self.messages: list[str] = []
         self.reports: list[StepReport] = []
         self.journal: Journal | None = None
+        self._evaluator: Evaluator | None = None
 
     def poll(self, *, messages: int, reports: int) -> tuple[list[str], list[StepReport]]:
         """Log lines and reports of committed steps, without the first `messages` and `reports`, which are known."""
@@ -84,7 +94,8 @@ class Controller:
     def run(self) -> Outcome:
         """Train to the last step or until stopped; everything that was started is ended, also after a failure."""
         try:
-            return Outcome(finished=self._train())
+            finished = self._train()
+            return Outcome(finished=finished, evaluated=self._evaluator.last if self._evaluator else None)
         except (ConfigError, InfeasiblePlanError) as error:
             return Outcome(error=str(error), wrong_input=True)
         except TaskFailedError as error:
@@ -107,10 +118,11 @@ class Controller:
                     sampler=data.sampler,
                     model=data.checkpointed_model,
                     log=self._log,
+                    same_data=not self._only_evaluates,
                 )
                 self._write_config()
                 done, source = resume.step, resume.source
-                if done >= self._config.train.steps:
+                if done >= self._config.train.steps and not self._only_evaluates:
                     self._announce(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
                     return finished(done, source)
                 return self._start(data, resume, cleanup).run()
@@ -156,15 +168,13 @@ class Controller:
         cleanup.callback(decoders.end)
         plans = PlanQueue(planners, data.sampler, bounds=config.plan.lookahead_bounds, decoders=decoders)
         self._announce_devices(cluster_state, initial)
-        evaluator = self._evaluator(cluster_state, planners, batches=data.evaluation, journal=journal)
+        self._evaluator = self._new_evaluator(cluster_state, planners, batches=data.evaluation, journal=journal)
         costs = StartCosts(
             config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
         )
-        return self._training(
-            cluster_state, initial, resume=resume, journal=journal, plans=plans, costs=costs, evaluator=evaluator
-        )
+        return self._training(cluster_state, initial, resume=resume, journal=journal, plans=plans, costs=costs)
 
-    def _evaluator(
+    def _new_evaluator(
         self, state: ClusterState, planners: Planners, *, batches: "EvalBatches | None", journal: Journal
     ) -> "Evaluator | None":
         if batches is None:
@@ -183,7 +193,6 @@ class Controller:
         journal: Journal,
         plans: PlanQueue,
         costs: StartCosts,
-        evaluator: "Evaluator | None",
     ) -> TrainingLoop:
         config, metrics, log = self._config, journal.metrics, self._log
         tell = partial(self._on_intervals, state)
@@ -201,7 +210,7 @@ class Controller:
             version=initial.version,
             log=log,
             on_report=self.reports.append,
-            evaluator=evaluator,
+            evaluator=self._evaluator,
         )
         return TrainingLoop(
             config,
@@ -212,6 +221,7 @@ class Controller:
             began_s=self._began_s,
             log=self._log,
             announce=self._announce,
+            only_evaluates=self._only_evaluates,
         )
 
     def _open_journal(self, *, resume_step: int) -> Journal:

@@ -223,11 +223,33 @@ class Planner:
             plan, sequences, cluster=cluster, placements=placements, forward_only=forward_only
         )
         check_progress(programs, forward_only=forward_only)
-        loads = rank_loads(plan, sequences, cost=cost, placements=placements)
+        record = self._record(plan, sequences, cluster=cluster, cost=cost, placements=placements)
         share = 1 / FORWARD_AND_BACKWARD if forward_only else 1.0
-        record = PlanRecord(
+        record = replace(
+            record,
             step=batch.step,
             plan_hash=programs.plan_hash,
+            plan_s=plan_s,
+            model_flops=share * record.model_flops,
+            attention_flops=share * record.attention_flops,
+        )
+        yield programs
+        yield replace(record, prepare_s=time.perf_counter() - start_s)
+
+    def _record(
+        self,
+        plan: BatchPlan,
+        sequences: Sequence[SequenceSpec],
+        *,
+        cluster: ClusterSpec,
+        cost: CostModel,
+        placements: Sequence[Placement],
+    ) -> PlanRecord:
+        """Summary of a plan, without step and times."""
+        loads = rank_loads(plan, sequences, cost=cost, placements=placements)
+        return PlanRecord(
+            step=0,
+            plan_hash=plan.plan_hash,
             generation=plan.generation,
             strategy=plan.strategy,
             reason=plan.reason,
@@ -236,15 +258,13 @@ class Planner:
             degrees=plan.degrees,
             num_microbatches=len(plan.microbatches),
             imbalance=imbalance_of(loads, speed_of_rank=cluster.speed_of_rank),
-            plan_s=plan_s,
+            plan_s=0.0,
             prepare_s=0.0,
-            model_flops=model_flops(self._model, sequences) * share,
-            attention_flops=attention_flops(self._model, sequences) * share,
+            model_flops=model_flops(self._model, sequences),
+            attention_flops=attention_flops(self._model, sequences),
             groups=timed_groups(plan, sequences, cluster=cluster),
             own_s=own_seconds(loads, cost=cost),
         )
-        yield programs
-        yield replace(record, prepare_s=time.perf_counter() - start_s)
 
     def simulate_step(self, programs: Programs, *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """Simulated spans of a step, from 0."""

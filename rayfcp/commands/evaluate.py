@@ -1,0 +1,86 @@
+"""`rayfcp evaluate`: arguments and output."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rayfcp.commands import CommandFailedError
+from rayfcp.compare.arguments import positive
+
+if TYPE_CHECKING:
+    from rayfcp.cluster.controller.evaluating import Evaluated
+
+USAGE = "rayfcp evaluate RUN_OR_MODEL [CONFIG] [key=value ...] [--step N] [--json]"
+
+EPILOG = """\
+RUN_OR_MODEL is a run directory, of which the newest intact checkpoint is evaluated, or a Hugging Face folder. The sets
+are those of eval.sets: in the run's configuration, in CONFIG, whose keys replace those of the run, or in overrides.
+The mean loss is over all targets of a set, and the same on any number of devices.
+
+Examples:  rayfcp evaluate runs/quickstart eval.sets.val.paths=held-out.jsonl cluster.num_workers=2
+           rayfcp evaluate Qwen3-1.7B eval.sets.code.paths='[src]' eval.sets.code.include='*.py' model.dtype=bfloat16
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `rayfcp evaluate`."""
+    parser.usage, parser.epilog = USAGE, EPILOG
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="run directory, or Hugging Face folder")
+    parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
+    parser.add_argument("--step", type=positive, help="step of the run's checkpoint (default: the newest intact one)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate, and print a line for each set.
+
+    Raises:
+        ConfigError: The user's input is wrong.
+        CommandFailedError: A worker or the controller failed.
+    """
+    from rayfcp.cluster.evaluation import Evaluation
+    from rayfcp.cluster.trainer import RunFailedError
+    from rayfcp.telemetry.progress import Progress
+
+    words: list[str] = arguments.overrides
+    file = words[0] if words and "=" not in words[0] else None
+    with Progress(1) as progress:
+        evaluation = Evaluation.of(
+            arguments.target,
+            config_file=file,
+            overrides=words[file is not None :],
+            step=arguments.step,
+            log=progress.log,
+        )
+        try:
+            found = evaluation.run(progress)
+        except RunFailedError as error:
+            raise CommandFailedError(error) from error
+    if arguments.json:
+        sys.stdout.write(f"{json.dumps(_as_json(arguments.target, found), indent=1)}\n")
+    else:
+        sys.stdout.write(f"\n{table(found)}\n")
+
+
+def _as_json(target: str, found: "Evaluated") -> dict[str, object]:
+    from rayfcp.telemetry.summary import finite
+
+    sets = {
+        name: {"loss": each.loss, "perplexity": each.perplexity, "tokens": each.tokens}
+        for name, each in found.results.items()
+    }
+    return {"target": target, "step": found.step, "seconds": found.seconds, "sets": finite(sets)}
+
+
+def table(found: "Evaluated") -> str:
+    """Return the results as a table, and how long they took."""
+    from rayfcp.telemetry.summary import number, seconds
+
+    rows = [("set", "loss", "perplexity", "tokens")]
+    rows += [
+        (name, f"{each.loss:.6f}", number(each.perplexity), f"{each.tokens:,}") for name, each in found.results.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(field.rjust(width) for field, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([*lines, f"after step {found.step}, evaluated in {seconds(found.seconds)}"])
