@@ -1,6 +1,7 @@
 """Data and model of a run: indexed lengths, sampler, model profile."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from rayfcp.values import ModelProfile
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from rayfcp.data.stream import StreamIndex, Waiter
+
 NAMED_BAD_ROWS = 3
 
 
@@ -19,7 +22,7 @@ NAMED_BAD_ROWS = 3
 class Dataset:
     """Index and sampler of the data, and the model that they are for."""
 
-    index: LengthIndex
+    index: "LengthIndex | StreamIndex"
     sampler: Sampler
     library: "PreTrainedConfig"
     model: ModelProfile
@@ -54,12 +57,15 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     )
 
 
-def open_dataset(config: Config, *, data_dir: str) -> Dataset:
-    """Read the lengths in `data_dir`; rows with token ids beyond the model's vocabulary are skipped.
+def open_dataset(config: Config, *, data_dir: str, request: "Callable[[int], Waiter] | None" = None) -> Dataset:
+    """Read the lengths in `data_dir`; rows with token ids beyond the model's vocabulary are skipped. `request`: who
+    tokenises the parts of a stream; this process if None.
 
     Raises:
         ConfigError: no such model, too many bad rows, no sample left, or images that the model cannot take.
     """
+    if config.data.streaming:
+        return _open_stream(config, data_dir=data_dir, request=request)
     library, model = described_model(config, vocab_size=read_manifest(data_dir).tokenizer_vocab_size)
     index = LengthIndex.open(
         data_dir,
@@ -71,6 +77,17 @@ def open_dataset(config: Config, *, data_dir: str) -> Dataset:
     _check_images(config, model, has_images=index.has_images)
     sampler = _sampler(config, index)
     return Dataset(index=index, sampler=sampler, library=library, model=model)
+
+
+def _open_stream(config: Config, *, data_dir: str, request: "Callable[[int], Waiter] | None") -> Dataset:
+    from rayfcp.data.stream import StreamSampler, find_stream
+
+    stream = find_stream(data_dir)
+    if stream is None:
+        raise ConfigError(f"data.cache_dir has no stream in {data_dir}; all nodes must reach it under the same path")
+    library, model = described_model(config, vocab_size=stream.tokenizer_vocab_size)
+    sampler = StreamSampler(stream, config.data, seed=config.run.seed, vocab_size=model.vocab_size, request=request)
+    return Dataset(index=sampler.index, sampler=sampler, library=library, model=model)
 
 
 def _sampler(config: Config, index: LengthIndex) -> Sampler:

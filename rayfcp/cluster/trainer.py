@@ -116,6 +116,10 @@ def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
     """Folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache, which is
     `data.cache_dir` or `.data` beside the run directory."""
     cache = config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
+    if config.data.streaming:
+        from rayfcp.data.stream import open_stream
+
+        return open_stream(config.data, cache_dir=cache).folder
     manifest = cached_prepare(config.data, cache_dir=cache, progress=_progress(log))
     log(f"data in {manifest}")
     return manifest.folder

@@ -299,7 +299,10 @@ A = {"a": {"paths": "x"}}
         ({"sources": {"a": {"paths": "x", "weight": 0}}}, "data.sources must not all have a weight or share of 0"),
         ({"sources": {"a": {"paths": "x", "share": 1}}, "temperature": 2}, "data.temperature is 2, must be 1"),
         ({"sources": A, "schedule": [{"from_step": 5}]}, "weights must be given, or shares"),
-        ({"sources": A, "schedule": [{"from_step": 5, "weights": {"b": 1}}]}, "data.schedule names 'b', must be one of data.sources"),
+        (
+            {"sources": A, "schedule": [{"from_step": 5, "weights": {"b": 1}}]},
+            "data.schedule names 'b', must be one of data.sources",
+        ),
         ({"sources": A, "schedule": [{"from_step": 5, "weights": {"a": 0}}]}, "weights must not all be 0"),
         ({"sources": A, "schedule": 2 * [{"from_step": 5, "weights": {"a": 1}}]}, r"data.schedule has steps \[5, 5\]"),
     ],
