@@ -168,4 +168,4 @@ class DataConfig(SourceConfig):
         """Return this section with the keys of `source` in place of its own: tokenizer, processor, bounds and cache are
         shared by all sources of a run."""
         own = {name: getattr(source, name) for name in SourceConfig.model_fields}
-        return self.model_copy(update={**own, "sources": {}, "schedule": ()})
+        return self.model_copy(update={**own, "sources": {}, "schedule": (), "streaming": False})
