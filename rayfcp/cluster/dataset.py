@@ -1,8 +1,8 @@
 """Data and model of a run: indexed lengths, sampler, model profile."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from rayfcp.data.evaluation import EvalBatches
+    from rayfcp.data.stream import StreamIndex, Waiter
 
 NAMED_BAD_ROWS = 3
 
@@ -24,7 +25,7 @@ class Dataset:
     """Index and sampler of the data, and the model that they are for; the batches of evaluation sets, if there are
     any. `trained`: what is trained of the model, if not all."""
 
-    index: LengthIndex
+    index: "LengthIndex | StreamIndex"
     sampler: Sampler
     library: "PreTrainedConfig"
     model: ModelProfile
@@ -73,13 +74,32 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     )
 
 
-def open_dataset(config: Config, *, data_dir: str, eval_dirs: Mapping[str, str] | None = None) -> Dataset:
+def open_dataset(
+    config: Config,
+    *,
+    data_dir: str,
+    eval_dirs: Mapping[str, str] | None = None,
+    request: "Callable[[int], Waiter] | None" = None,
+) -> Dataset:
     """Read the lengths in `data_dir`, and in the `eval_dirs` of evaluation sets; rows with token ids beyond the model's
-    vocabulary are skipped.
+    vocabulary are skipped. `request`: who tokenises the parts of a stream; this process if None.
 
     Raises:
         ConfigError: no such model, too many bad rows, no sample left, or images that the model cannot take.
     """
+    is_stream = config.data.streaming
+    opened = _open_stream(config, data_dir, request=request) if is_stream else _open_prepared(config, data_dir)
+    if not eval_dirs:
+        return opened
+    from rayfcp.data.evaluation import open_sets
+
+    evaluation = open_sets(config, eval_dirs, vocab_size=opened.vocab_size)
+    for each in evaluation.sets:
+        _check_images(config, opened.model, has_images=each.index.has_images)
+    return replace(opened, evaluation=evaluation)
+
+
+def _open_prepared(config: Config, data_dir: str) -> Dataset:
     library, model = described_model(config, vocab_size=read_manifest(data_dir).tokenizer_vocab_size)
     index = LengthIndex.open(
         data_dir,
@@ -90,21 +110,19 @@ def open_dataset(config: Config, *, data_dir: str, eval_dirs: Mapping[str, str] 
     )
     _check_images(config, model, has_images=index.has_images)
     sampler = _sampler(config, index)
-    evaluation = None
-    if eval_dirs:
-        from rayfcp.data.evaluation import open_sets
+    return Dataset(index=index, sampler=sampler, library=library, model=model, trained=_trained(config.model))
 
-        evaluation = open_sets(config, eval_dirs, vocab_size=model.vocab_size)
-        for each in evaluation.sets:
-            _check_images(config, model, has_images=each.index.has_images)
-    return Dataset(
-        index=index,
-        sampler=sampler,
-        library=library,
-        model=model,
-        evaluation=evaluation,
-        trained=_trained(config.model),
-    )
+
+def _open_stream(config: Config, data_dir: str, *, request: "Callable[[int], Waiter] | None") -> Dataset:
+    from rayfcp.data.stream import StreamSampler, find_stream
+
+    stream = find_stream(data_dir)
+    if stream is None:
+        raise ConfigError(f"data.cache_dir has no stream in {data_dir}; all nodes must reach it under the same path")
+    library, model = described_model(config, vocab_size=stream.tokenizer_vocab_size)
+    sampler = StreamSampler(stream, config.data, seed=config.run.seed, vocab_size=model.vocab_size, request=request)
+    index, trained = sampler.index, _trained(config.model)
+    return Dataset(index=index, sampler=sampler, library=library, model=model, trained=trained)
 
 
 def _trained(model: ModelConfig) -> dict[str, Any]:

@@ -121,6 +121,10 @@ def _absolute(path: str | None) -> str | None:
 def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
     """Folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache, which is
     `data.cache_dir` or `.data` beside the run directory."""
+    if config.data.streaming:
+        from rayfcp.data.stream import open_stream
+
+        return open_stream(config.data, cache_dir=_cache(config)).folder
     manifest = cached_prepare(config.data, cache_dir=_cache(config), progress=_progress(log))
     log(f"data in {manifest}")
     return manifest.folder

@@ -17,7 +17,7 @@ class SourceConfig(Section):
     paths: Words = Field(
         min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "prepared"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "prepared"] = "auto"
     include: Words = Field(default=(), description="file name patterns inside folders, e.g. *.py")
     exclude: Words = Field(
         default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
@@ -93,6 +93,8 @@ class DataConfig(SourceConfig):
     picture_targets: bool = Field(default=False, description="whether tokens that stand for images enter the loss")
     decoder_actors: int = Field(default=2, ge=0, description="CPUs that decode images ahead of the step; 0: workers do")
     decode_ahead_steps: Count = Field(default=2, description="steps whose images are decoded before they run")
+    streaming: bool = Field(default=False, description="tokenise while the run trains, instead of all rows before")
+    reader_actors: Count = Field(default=2, description="processes that tokenise a stream")
     max_seqlen: Count = 8192
     global_batch_sequences: Count = 32
     long_sequences: Literal["cut", "split", "drop"] = "cut"
@@ -120,6 +122,14 @@ class DataConfig(SourceConfig):
                 f"paths is {list(self.paths)}, must be absent beside sources; make it a source of its own, or leave it "
                 "out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _streams_are_of_one_source(self) -> "DataConfig":
+        given = [name for name in ("sources", "processor") if getattr(self, name)]
+        given += ["format prepared"] if self.format == "prepared" else []
+        if self.streaming and given:
+            raise ValueError(f"streaming is true, must be false with {given[0]}; leave one of both out")
         return self
 
     @model_validator(mode="after")
@@ -158,4 +168,4 @@ class DataConfig(SourceConfig):
         """Return this section with the keys of `source` in place of its own: tokenizer, processor, bounds and cache are
         shared by all sources of a run."""
         own = {name: getattr(source, name) for name in SourceConfig.model_fields}
-        return self.model_copy(update={**own, "sources": {}, "schedule": ()})
+        return self.model_copy(update={**own, "sources": {}, "schedule": (), "streaming": False})

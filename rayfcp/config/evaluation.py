@@ -35,7 +35,9 @@ class EvalSetConfig(Section):
     def source(self, data: "DataConfig") -> "DataConfig":
         """Return the set as a configuration of data, with what is absent taken from `data`."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
-        return type(data).model_validate(data.model_dump(exclude={"sources", "temperature", "schedule"}) | given)
+        return type(data).model_validate(
+            data.model_dump(exclude={"sources", "temperature", "schedule", "streaming"}) | given
+        )
 
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -153,6 +153,10 @@ class PreparedManifest:
     def num_bad_rows(self) -> int:
         return sum(self.bad_rows.values())
 
+    def shard(self, number: int) -> tuple["PreparedManifest", int]:
+        """The manifest that has shard `number` of samples, which is this one, and its number there."""
+        return self, number
+
     @property
     def content(self) -> tuple[str, ...]:
         """Hashes of the shards in order: equal exactly when all tokens, labels and images are, wherever they lie."""

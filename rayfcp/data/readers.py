@@ -1,11 +1,14 @@
-"""Rows of one input file, in order, whatever its format: text, JSON Lines, Parquet or Arrow IPC."""
+"""Rows of one input file, in order, whatever its format: text, JSON Lines, Parquet, Arrow IPC or WebDataset."""
 
 import json
 import lzma
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import IO, Any
 
 import pyarrow as pa
@@ -26,7 +29,16 @@ _COLUMN_ROWS, _MEDIA_COLUMN_ROWS = 1024, 16
 _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 """Rows, and characters or tokens, that are tokenised in one call: enough for the tokenizer's threads."""
 
-_BROKEN = (pa.ArrowException, OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError)
+_BROKEN = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    MemoryError,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+)
 """Errors of the formats' readers on broken bytes: EOFError for a truncated archive, ValueError for a name that is not
 UTF-8, MemoryError for a message that claims terabytes."""
 
@@ -218,6 +230,49 @@ def _text(value: Any, *, name: str) -> str:
     return value
 
 
+def _tar_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Rows:
+    """Rows of a WebDataset shard, a tar whose members of one row follow each other and have one name up to the first
+    dot of its last part: `txt` or `text` is its text, `json` an object of columns. Others are not read."""
+    watched: Any = _Watched(handle)
+    with tarfile.open(fileobj=watched, mode="r|") as tar:
+        members = ((member.name.rpartition("/"), member) for member in tar if member.isfile())
+        keyed = (
+            ((folder, name.partition(".")[0]), name.partition(".")[2], each) for (folder, _, name), each in members
+        )
+        for row, (_, group) in enumerate(groupby(keyed, key=itemgetter(0))):
+            found = {}
+            for _, ending, member in group:
+                content = tar.extractfile(member) if ending in _TAR_ENDINGS else None
+                if content is not None:
+                    found[_TAR_ENDINGS[ending]] = content.read()
+            yield _row(file, row, partial(_tar_row, found, row=row, columns=columns))
+    if watched.last.strip(b"\0"):  # the library takes a truncated archive for one that ends there
+        raise tarfile.ReadError("the archive breaks off: it has no blocks of zeros at its end")
+
+
+class _Watched:
+    """A file that is read from its start to its end; `last`: its last 512 bytes so far."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._handle, self.last = handle, b""
+
+    def read(self, num_bytes: int) -> bytes:
+        data = self._handle.read(num_bytes)
+        self.last = (self.last + data)[-512:]
+        return data
+
+
+_TAR_ENDINGS = {"json": "json", "txt": "text", "text": "text"}
+
+
+def _tar_row(found: Mapping[str, bytes], *, row: int, columns: RowColumns) -> RawRow:
+    if "json" in found:
+        return _json_row(found["json"], row=row, columns=columns)
+    if "text" not in found:
+        raise BadRowError(BadReason.MISSING_COLUMN, "neither json nor txt")
+    return RawRow(row=row, text=_text(found["text"], name="txt"))
+
+
 def _parquet_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Rows:
     """Rows of the row groups that begin in the file's piece. A group that breaks off is bad from there to its end."""
     try:
@@ -367,4 +422,5 @@ _READERS: dict[str, Callable[[IO[bytes], InputFile, RowColumns], _Rows]] = {
     "jsonl": _jsonl_rows,
     "parquet": _parquet_rows,
     "arrow": _arrow_rows,
+    "webdataset": _tar_rows,
 }

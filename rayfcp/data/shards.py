@@ -7,8 +7,8 @@ import hashlib
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
-from typing import IO, Any, Self
+from functools import cached_property, lru_cache
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import pyarrow as pa
 from rayfcp.data.manifest import (
     PreparedManifest,
     ShardInfo,
+    find_manifest,
     image_file,
     is_local,
     join,
@@ -26,6 +27,9 @@ from rayfcp.data.manifest import (
 )
 from rayfcp.data.rows import IGNORED, TokenRow
 from rayfcp.values import Sample
+
+if TYPE_CHECKING:
+    from rayfcp.data.stream import Stream
 
 BATCH_TOKENS, BATCH_ROWS = 1 << 17, 1024
 """Limits of a record batch: what one random read fetches from object storage, 512 KiB of tokens."""
@@ -226,16 +230,21 @@ class ShardReader:
 class TokenReader:
     """Tokens and targets of samples, from the shards of a prepared folder. Thread-safe."""
 
-    def __init__(self, manifest: PreparedManifest) -> None:
-        self._opened = lru_cache(_OPEN_SHARDS)(partial(ShardReader, manifest))
+    def __init__(self, source: "PreparedManifest | Stream") -> None:
+        self._opened = lru_cache(_OPEN_SHARDS)(lambda shard: ShardReader(*source.shard(shard)))
 
     @classmethod
     def open(cls, folder: str) -> Self:
-        """A reader of a prepared folder or URL.
+        """A reader of a prepared folder or URL, or of that of a stream.
 
         Raises:
             ConfigError: Not a complete prepared folder.
         """
+        if find_manifest(folder) is None:
+            from rayfcp.data.stream import find_stream
+
+            if (stream := find_stream(folder)) is not None:
+                return cls(stream)
         return cls(read_manifest(folder))
 
     def read(self, sample: Sample, *, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

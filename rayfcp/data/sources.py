@@ -25,6 +25,7 @@ _EXTENSIONS = {
     "jsonl": (".jsonl", ".ndjson"),
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".feather", ".ipc"),
+    "webdataset": (".tar",),
 }
 _NEVER_READ = (".*", "__pycache__")
 

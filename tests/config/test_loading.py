@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config import Config, ConfigError, check_paths, dump_config, load_config, parse_config
+from rayfcp.config.data import DataConfig, MixedSourceConfig
 from rayfcp.config.loading import known_keys, nearest_key, read_yaml
 from tests.examples import examples
 
@@ -280,3 +281,11 @@ def test_the_quickstart_keeps_its_contract() -> None:
     assert config.train.learning_rate <= 1e-3
     assert load_config(path, overrides=["data.max_seqlen=8192"]).data.max_seqlen == 8192
     assert (config.run.name, config.plan.strategy, config.cluster.num_workers) == ("quickstart", "flex-ring", 4)
+
+
+def test_a_source_takes_the_place_of_the_sections_own_keys() -> None:
+    sources = {"a": {"paths": "x", "format": "jsonl", "loss_on": "all", "weight": 2}}
+    data = DataConfig(sources=sources, tokenizer="t", schedule=[{"from_step": 2, "weights": {"a": 1}}])
+    assert data.of(data.sources["a"]) == DataConfig(paths="x", format="jsonl", loss_on="all", tokenizer="t")
+    streaming = DataConfig(paths="x", streaming=True)
+    assert not streaming.of(MixedSourceConfig(paths="y")).streaming

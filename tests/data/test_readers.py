@@ -1,8 +1,10 @@
 """Every kind of broken row is reported with its reason and place, and good rows around it come through."""
 
 import gzip
+import io
 import json
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,36 @@ def test_line_without_end_and_compression(tmp_path: Path) -> None:
     rows = tokens_of(read_all(tmp_path))
     assert rows[:4] == [[97, EOS], [98, EOS]] * 2
     assert str(rows[-1]).startswith("unreadable@")
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_webdataset_shards(tmp_path: Path, name: str) -> None:
+    members = [
+        ("one/000.txt", b"ab"),
+        ("one/000.jpg", b"\xff"),
+        ("one/001.json", b'{"text": "c"}'),
+        ("one/001.cls", b"3"),
+        ("two/001.seg.txt", b"not read"),
+        ("two/002.txt", b"\xff"),
+        ("two/003.json", b"{"),
+        ("two/004.json", b'{"input_ids": [1, 2]}'),
+        ("two/005.txt", b""),
+    ]
+    write_tar(tmp_path / name, members)
+    want = [[97, 98, EOS], [99, EOS], "missing_column@2", "not_utf8@3", "bad_json@4", [1, 2], "empty@6"]
+    assert tokens_of(read_all(tmp_path)) == want
+    if name == "a.tar":
+        os.truncate(tmp_path / name, 1500)
+        assert tokens_of(read_all(tmp_path))[0] == [97, 98, EOS]
+        assert str(tokens_of(read_all(tmp_path))[-1]).startswith("unreadable@")
 
 
 @pytest.mark.parametrize("ending", COLUMNAR)

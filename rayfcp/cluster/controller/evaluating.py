@@ -71,8 +71,8 @@ class Evaluator:
         return self._now is not None and self._now.step == step
 
     def begin(self, step: int, *, done: Callable[[Results], None]) -> None:
-        """Evaluate the state after `step` from now on, batch by batch (`run_batch`). `done` gets the results. Plans made
-        ahead are used."""
+        """Evaluate the state after `step` from now on, batch by batch (`run_batch`), with plans made ahead. `done` gets
+        the results."""
         self._now = _UnderWay(step=step, done=done, began_s=self._runtime.now_s())
 
     def plan_ahead(self, cluster: ClusterSpec, *, cost: CostModel, first: int = 1) -> None:

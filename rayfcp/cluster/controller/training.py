@@ -111,7 +111,7 @@ class Controller:
         with ExitStack() as cleanup:
             cleanup.enter_context(hold(self._run_dir))
             try:
-                data = self._open_data()
+                data = self._open_data(cleanup)
                 resume = Resume(
                     self._config,
                     owner=self._runtime.new_id(),
@@ -129,12 +129,19 @@ class Controller:
             except StoppedError:
                 return finished(done, source)
 
-    def _open_data(self) -> Dataset:
+    def _open_data(self, cleanup: ExitStack) -> Dataset:
         from rayfcp.cluster.dataset import open_dataset
 
         config = self._config
         self._announce("reading lengths")
-        data = open_dataset(config, data_dir=self._data_dir, eval_dirs=self._eval_dirs)
+        reading = {}
+        if config.data.streaming:
+            from rayfcp.cluster.planning.reading import Readers
+
+            readers = Readers(self._data_dir, config.data, runtime=self._runtime)
+            cleanup.callback(readers.end)
+            reading["request"] = readers.request
+        data = open_dataset(config, data_dir=self._data_dir, eval_dirs=self._eval_dirs, **reading)
         self._announce(str(data.index))
         for each in data.evaluation.sets if data.evaluation else ():
             self._announce(f"evaluation set {each.name}: {each.index}")

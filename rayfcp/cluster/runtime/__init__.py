@@ -49,6 +49,7 @@ class Role(StrEnum):
     STORE = "store"
     PLANNER = "planner"
     DECODER = "decoder"
+    READER = "reader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

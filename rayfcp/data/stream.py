@@ -1,0 +1,316 @@
+"""Streams: input that is tokenised while the run trains, a bounded way ahead, instead of all of it before.
+
+The files are cut into splits as for `prepare`, and the splits are the numbered parts of the stream: which samples a
+step has depends on them, the seed and the step alone, not on who tokenised what when. Splits come in an order of each
+epoch's own; those of a window are shuffled together. Lost or deleted shards are made again, equal byte for byte.
+"""
+
+import hashlib
+import json
+import logging
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from rayfcp.config import ConfigError
+from rayfcp.config.data import DataConfig
+from rayfcp.data.index import LengthIndex
+from rayfcp.data.manifest import (
+    MAX_NAMED_ROWS,
+    VERSION,
+    PreparedManifest,
+    check_bad_fraction,
+    join,
+    name_of,
+    resolve,
+    whole_file,
+)
+from rayfcp.data.prepare import SplitResult, fingerprint_of, prepare_split
+from rayfcp.data.rows import BadReason, BadRow
+from rayfcp.data.sampler import Sampler, permute
+from rayfcp.data.sources import InputSplit, discover, make_splits, would_be_read
+from rayfcp.data.tokenizer import tokenizer_of
+from rayfcp.values import GlobalBatch, Sample
+
+logger = logging.getLogger(__name__)
+
+STREAM_NAME, KIND = "stream.json", "rayfcp-stream"
+MAX_SHARDS = 1 << 12
+"""Shards of a split, 64 MiB of text: many more than there are."""
+WINDOW_SPLITS = 4
+"""Splits whose samples are shuffled together: up to 256 MiB of text."""
+_KEPT_WINDOWS = 3
+
+Waiter = Callable[[], None]
+"""Returns when a split is prepared; raises ConfigError if its input cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """The parts of a stream. `folder`: where their shards are written, not part of the file."""
+
+    folder: str
+    fingerprint: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    tokenizer_vocab_size: int
+    splits: tuple[InputSplit, ...]
+
+    def prepare(self, split: int, *, data: DataConfig) -> None:
+        """Tokenise a split, unless its shards are there."""
+        if self.manifest(split) is None:
+            work = partial(prepare_split, data=data, out_dir=self.folder, fingerprint=self.fingerprint)
+            result = work(self.splits[split])
+            fs, path = resolve(self._result_url(split))
+            with whole_file(fs, path) as file:
+                file.write(_RESULT.dump_json(result))
+
+    def manifest(self, split: int) -> PreparedManifest | None:
+        """The split as prepared data of its own; None if it is not there as a whole."""
+        fs, path = resolve(self._result_url(split))
+        try:
+            result = _RESULT.validate_json(fs.cat_file(path))
+            sizes = {
+                name: fs.size(join(resolve(self.folder)[1], name)) for each in result.shards for name in each.files
+            }
+        except (FileNotFoundError, ValueError):
+            return None
+        if any(sizes[name] != size for each in result.shards for name, size in each.files.items()):
+            return None
+        return PreparedManifest(
+            folder=self.folder,
+            fingerprint=self.fingerprint,
+            tokenizer=self.tokenizer,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            tokenizer_vocab_size=self.tokenizer_vocab_size,
+            max_token_id=result.max_token_id,
+            shards=result.shards,
+            bad_rows=result.bad_rows,
+            named_bad_rows=result.named_bad_rows,
+        )
+
+    def shard(self, number: int) -> tuple[PreparedManifest, int]:
+        """The manifest that has shard `number` of samples, and its number there.
+
+        Raises:
+            ConfigError: The shard is not there.
+        """
+        split, own = divmod(number, MAX_SHARDS)
+        manifest = self.manifest(split)
+        if manifest is None:
+            raise ConfigError(f"{self.folder} has no part {split}; all nodes must reach data.cache_dir")
+        return manifest, own
+
+    def _result_url(self, split: int) -> str:
+        return join(self.folder, f"split-{self.fingerprint}-{split:05d}.json")
+
+
+_STREAM, _RESULT = TypeAdapter(Stream), TypeAdapter(SplitResult)
+
+
+def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
+    """The stream of `data`, which a file in a folder of `cache_dir` describes to all processes.
+
+    Raises:
+        ConfigError: There is nothing to read.
+    """
+    files = discover(data)
+    fingerprint = fingerprint_of(data, files=files)
+    folder = name_of(*resolve(join(cache_dir, f"stream-{fingerprint}")))
+    if would_be_read(folder, data):
+        raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
+    tokenizer = tokenizer_of(data)
+    stream = Stream(
+        folder=folder,
+        fingerprint=fingerprint,
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        splits=make_splits(files),
+    )
+    fs, path = resolve(join(folder, STREAM_NAME))
+    with whole_file(fs, path) as file:
+        values = _STREAM.dump_python(stream, mode="json", exclude={"folder"})
+        file.write(json.dumps({"kind": KIND, "version": VERSION, **values}).encode())
+    return stream
+
+
+def find_stream(folder: str) -> Stream | None:
+    """The stream that `open_stream` described in `folder`, if it did."""
+    fs, path = resolve(folder)
+    try:
+        values = json.loads(fs.cat_file(join(path, STREAM_NAME)))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    if (values.get("kind"), values.get("version")) != (KIND, VERSION):
+        return None
+    return _STREAM.validate_python({**values, "folder": name_of(fs, path)})
+
+
+class StreamIndex:
+    """What is known of a stream's samples before they are read; see `LengthIndex`."""
+
+    has_images = False
+    skipped: ClassVar[Mapping[str, int]] = {}
+    named_bad_rows: tuple[BadRow, ...] = ()
+
+    def __init__(self, stream: Stream, *, max_seqlen: int, long_sequences: str) -> None:
+        self.max_seqlen, self.long_sequences = max_seqlen, long_sequences
+        self.lengths = np.array([max_seqlen])
+        self.fingerprint = hashlib.blake2b(
+            repr((stream.fingerprint, max_seqlen, long_sequences)).encode(), digest_size=8
+        ).hexdigest()
+        num_bytes = sum(split.num_bytes for split in stream.splits)
+        self._text = f"a stream of {num_bytes / 1e6:,.1f} MB in {len(stream.splits)} parts, tokenized as it is needed"
+
+    def __len__(self) -> int:
+        return 1
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _size(index: LengthIndex | None) -> int:
+    return 0 if index is None else len(index)
+
+
+class StreamSampler(Sampler):
+    """Global batches of a stream. Every epoch takes each sample once. `request` begins to prepare a split and returns
+    what waits for it; one window is requested ahead of the one that is drawn from."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        data: DataConfig,
+        *,
+        seed: int,
+        vocab_size: int,
+        request: Callable[[int], Waiter] | None = None,
+    ) -> None:
+        index = StreamIndex(stream, max_seqlen=data.max_seqlen, long_sequences=data.long_sequences)
+        super().__init__(index, seed=seed, global_batch=data.global_batch_sequences)  # type: ignore[arg-type]
+        self._stream, self._data, self._vocab_size = stream, data, vocab_size
+        self._request = request or (lambda split: partial(stream.prepare, split, data=data))
+        self._waiters: dict[int, Waiter] = {}
+        self._asked: set[int] = set()
+        self._window_splits = min(WINDOW_SPLITS, len(stream.splits))
+        self._firsts = [0]
+        """First sample of each window that is known, and of the one after it."""
+        self._opened: OrderedDict[int, list[LengthIndex | None]] = OrderedDict()
+        self._bad: dict[int, tuple[Counter[str], int]] = {}
+        """Of each split that was read: bad rows by reason, and the number of good ones."""
+        self._named: tuple[BadRow, ...] = ()
+
+    @property
+    def index(self) -> StreamIndex:
+        return self._index  # type: ignore[return-value]
+
+    def _batch(self, step: int, *, first: int) -> GlobalBatch:
+        stop = first + self._global_batch
+        while self._firsts[-1] < stop:
+            self._open(len(self._firsts) - 1)
+        samples: list[Sample] = []
+        window = bisect_right(self._firsts, first) - 1
+        while len(samples) < self._global_batch:
+            start = first + len(samples)
+            last = min(stop, self._firsts[window + 1])
+            samples += self._samples(window, np.arange(start, last) - self._firsts[window]) if last > start else []
+            window += 1
+        self._ask(window)
+        return GlobalBatch(step=step, epoch=self._epoch(first), samples=tuple(samples))
+
+    def _epoch(self, first: int) -> int:
+        """Epoch of a sample, as far as windows are known."""
+        window = bisect_right(self._firsts, first) - 1
+        return window * self._window_splits // len(self._stream.splits)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {**super().state(step), "epoch": self._epoch(step * self._global_batch)}
+
+    def _splits(self, window: int) -> list[int]:
+        """The splits of a window, in order."""
+        size = len(self._stream.splits)
+        places = range(window * self._window_splits, (window + 1) * self._window_splits)
+        shuffle = partial(permute, size=size, seed=self._seed)
+        return [int(shuffle(np.array([place % size]), epoch=place // size)[0]) for place in places]
+
+    def _ask(self, window: int) -> None:
+        if window in self._asked:
+            return
+        self._asked.add(window)
+        for split in self._splits(window):
+            if split not in self._waiters and self._stream.manifest(split) is None:
+                self._waiters[split] = self._request(split)
+
+    def _open(self, window: int) -> list[LengthIndex | None]:
+        """Lengths of a window's splits, which are prepared unless they are there; None for one without good rows."""
+        if window in self._opened:
+            self._opened.move_to_end(window)
+            return self._opened[window]
+        self._ask(window)
+        indices = [self._length_index(split) for split in self._splits(window)]
+        check_bad_fraction(
+            dict(sum((each for each, _ in self._bad.values()), Counter[str]())),
+            num_good_rows=sum(good for _, good in self._bad.values()),
+            named=self._named,
+            max_bad_fraction=self._data.max_bad_fraction,
+        )
+        self._opened[window] = indices
+        if len(self._opened) > _KEPT_WINDOWS:
+            self._opened.popitem(last=False)
+        if window == len(self._firsts) - 1:
+            self._firsts.append(self._firsts[-1] + sum(map(_size, indices)))
+            if len(self._bad) == len(self._stream.splits) and self._firsts[-1] == 0:
+                raise ConfigError(
+                    f"data.paths {', '.join(map(repr, self._data.paths))} hold no usable row; give files that do"
+                )
+        return indices
+
+    def _length_index(self, split: int) -> LengthIndex | None:
+        if waiter := self._waiters.pop(split, None):
+            waiter()
+        manifest = self._stream.manifest(split)
+        if manifest is None:  # whoever prepared it has another disk, or it was deleted meanwhile
+            self._stream.prepare(split, data=self._data)
+            manifest = self._stream.manifest(split)
+            assert manifest is not None
+        logger.info("part %d: %s", split, manifest)
+        index = self._checked(split, manifest) if manifest.shards else None
+        if index is None:
+            self._bad[split] = Counter(manifest.bad_rows), 0
+        self._named = (*self._named, *(manifest if index is None else index).named_bad_rows)[:MAX_NAMED_ROWS]
+        return index
+
+    def _checked(self, split: int, manifest: PreparedManifest) -> LengthIndex:
+        index = LengthIndex(
+            manifest,
+            max_seqlen=self._data.max_seqlen,
+            long_sequences=self._data.long_sequences,
+            vocab_size=self._vocab_size,
+        )
+        reasons = {reason.value for reason in BadReason}
+        bad = Counter({reason: count for reason, count in index.counts.items() if reason in reasons})
+        self._bad[split] = bad, manifest.num_rows + manifest.num_bad_rows - bad.total()
+        return index
+
+    def _samples(self, window: int, numbers: Any) -> list[Sample]:
+        """Samples of a window by their numbers in it, of which ids and shards say the split."""
+        indices, splits = self._open(window), self._splits(window)
+        stops = np.cumsum([_size(index) for index in indices])
+        places = permute(numbers, size=int(stops[-1]), seed=self._seed, epoch=window)
+        found = []
+        for place in places.tolist():
+            at = int(np.searchsorted(stops, place, side="right"))
+            index = indices[at]
+            assert index is not None  # it has samples
+            sample = index.sample(place - int(stops[at]) + len(index))
+            found.append(
+                replace(sample, id=(splits[at] << 32) + sample.id, shard=splits[at] * MAX_SHARDS + sample.shard)
+            )
+        return found
