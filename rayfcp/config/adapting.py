@@ -117,6 +117,9 @@ class LoraConfig(Section):
     )
     dora: bool = Field(default=False, description="also train the norm of each row (DoRA)")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
+    quantize: Literal["nf4"] | None = Field(
+        default=None, description="store the frozen weights of these layers in four bits (QLoRA), by bitsandbytes"
+    )
     dropout: float = Field(default=0.0, description="0: recomputed layers and other numbers of ranks would draw others")
 
     @model_validator(mode="after")

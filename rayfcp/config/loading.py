@@ -146,6 +146,7 @@ ALIASES = {
     "model.lora.alpha": "lora_alpha",
     "model.lora.targets": "target_modules lora_target lora_target_modules",
     "model.lora.dora": "use_dora",
+    "model.lora.quantize": "load_in_4bit bnb_4bit_quant_type",
     "model.rope.type": "rope_scaling rope_type",
     "model.dtype": "bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
     "data.paths": "dataset dataset_name dataset_path train_file",
@@ -167,7 +168,8 @@ ALIASES = {
 
 UNSUPPORTED = {
     "lora lora_config peft peft_config adapter qlora": "for adapters set model.lora.rank",
-    "load_in_4bit load_in_8bit quantization quantization_config float8": "quantization is not supported",
+    "load_in_8bit quantization quantization_config float8": "quantization is not supported, but beside adapters: set "
+    "model.lora.quantize=nf4",
     "optim optimizer optimizers": "the optimizer is AdamW; set train.learning_rate, beta1, beta2 and weight_decay",
     "eval_strategy evaluation_strategy do_eval": "evaluation runs if eval.sets names data; set eval.every_steps",
     "per_device_eval_batch_size eval_batch_size": "evaluation batches have data.global_batch_sequences sequences",

@@ -290,6 +290,12 @@ class ModelConfig(Section):
     architecture: ArchitectureConfig = ArchitectureConfig()
 
     @model_validator(mode="after")
+    def _four_bits_fit(self) -> "ModelConfig":
+        if self.lora.quantize is not None and self.dtype == "float64":
+            raise ValueError("lora.quantize is 'nf4', must be absent with model.dtype float64; set bfloat16 or float32")
+        return self
+
+    @model_validator(mode="after")
     def _pretrained_has_weights(self) -> "ModelConfig":
         if self.init == "pretrained" and self.path is None:
             raise ValueError(
@@ -457,6 +463,11 @@ class Config(Section):
             raise ValueError(
                 f"cluster.tensor_parallel is {self.cluster.tensor_parallel}, must be 1 with model.lora.rank, since "
                 "adapters are not split; set it to 1"
+            )
+        if train.compile is True and self.model.lora.quantize is not None:
+            raise ValueError(
+                "train.compile is true, must be false or auto with model.lora.quantize, whose layers are not compiled; "
+                "set one of them back"
             )
         if train.compile is True and self.cluster.tensor_parallel > 1:
             raise ValueError(

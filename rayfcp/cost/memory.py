@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from rayfcp.cost.stages import outer_parameters
 from rayfcp.values import InfeasiblePlanError, ModelProfile
 from rayfcp.values.arrays import Floats
+from rayfcp.values.profile import PACKED_BYTES, PACKED_NUMBERS
 
 Amount = TypeVar("Amount", int, Floats)
 
@@ -138,7 +139,11 @@ def stage_state_parts(
     chunk = loss_bytes(model, bytes_per_element=bytes_per_element) - head if is_last else 0
     head = head if model.adapter is None else 0
     trained = (model.layer_parameters, outer) if model.adapter is None else (model.adapter.layer_parameters, 0)
-    found = _states(layers_of_stage[stage], model.layer_parameters, outer=outer, trained=trained, **settings)
+    packed = model.adapter.packed_parameters if model.adapter else 0
+    found = _states(
+        layers_of_stage[stage], model.layer_parameters, outer=outer, trained=trained, packed=packed, **settings
+    )
+    found["passing"] += bytes_per_element * (model.adapter.largest_packed if model.adapter else 0)
     if vision := model.vision:
         outer = vision.outer_parameters(model.hidden_size)
         trained = (0, 0) if vision.frozen else (vision.layer_parameters, outer)
@@ -153,6 +158,7 @@ def _states(
     *,
     outer: int,
     trained: tuple[int, int],
+    packed: int = 0,
     num_ranks: int,
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
@@ -160,19 +166,21 @@ def _states(
     staged: bool,
 ) -> dict[str, int]:
     """By kind, of `layers` of `layer` parameters and `outer` beside them; `trained`: how many of a layer's and of the
-    others have gradients and moments. The rest are weights alone, in the precision in which they are used.
+    others have gradients and moments. The rest are weights alone, in the precision in which they are used, or `packed`
+    of a layer in four bits.
 
     `sharded`: weights and moments, and gradients: of the microbatches before, or of the first layer that is reduced.
     `gathered`: two layers at a time, or all through the step. `unreduced`: fp32 gradients of the whole model, where
     they are summed once a step. `passing`: gradients of the layer that computes, and otherwise those of the one before
     in fp32, which are being summed.
     """
-    whole = layers * layer + outer
-    gathered = (whole if gather_every == "step" else min(GATHERED_LAYERS, layers) * layer + outer) * bytes_per_element
+    whole, saved = layers * layer + outer, packed * bytes_per_element - packed * PACKED_BYTES // PACKED_NUMBERS
+    at_once = layers if gather_every == "step" else min(GATHERED_LAYERS, layers)
+    gathered = at_once * (layer * bytes_per_element - saved) + outer * bytes_per_element
     once, (own, others) = reduce_every == "step", trained
     all_trained = layers * own + others
     states = (STATE_BYTES - FP32_BYTES) * all_trained + FP32_BYTES * (own if once else all_trained)
-    states += bytes_per_element * (whole - all_trained)
+    states += bytes_per_element * (whole - all_trained) - layers * saved
     return {
         "sharded": -(-states // num_ranks),
         "gathered": gathered,
@@ -189,8 +197,8 @@ def ending_bytes(
     outer = outer_parameters(model, num_stages=1)[0]
     whole = model.num_layers * model.layer_parameters + outer
     if model.adapter is not None:
-        frozen = bytes_per_element * (whole - model.num_trained)
-        return -(-(STATE_BYTES * model.num_trained + frozen) // num_devices) + bytes_per_element * outer
+        states = STATE_BYTES * model.num_trained + model.frozen_bytes(bytes_per_element)
+        return -(-states // num_devices) + bytes_per_element * outer
     gradients = bytes_per_element if reduce_every == "microbatch" else max(bytes_per_element, FP32_BYTES)
     return -(-STATE_BYTES * whole // num_devices) + (bytes_per_element + gradients + FP32_BYTES) * outer
 

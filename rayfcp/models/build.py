@@ -28,6 +28,7 @@ from rayfcp.models.library import (
     text_of,
     vision_family,
 )
+from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.models.pretrained import fill_pretrained, read
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
@@ -67,11 +68,14 @@ class Initializer:
         """
         drawn = self._drawn if names is None else self._drawn.intersection(names)
         for name, template in self._templates.items():
-            if not template._buffers and not any(f"{name}.{own}" in drawn for own in template._parameters):
+            target = model.get_submodule(name)
+            if not template._buffers and not any(f"{name}.{own}" in drawn for own in target._parameters):
                 continue
-            fresh, target = self._draw(name, template), model.get_submodule(name)
+            fresh = self._draw(name, template)
             for own, value in fresh.named_parameters(recurse=False):
-                if f"{name}.{own}" in drawn:
+                if isinstance(target, Nf4Linear) and own == "weight":
+                    target.pack(read(value.detach(), target.box))
+                elif f"{name}.{own}" in drawn:
                     parameter = getattr(target, own)
                     local_shard(parameter).copy_(read(value.detach(), own_box(parameter)))
             for own, buffer in fresh.named_buffers(recurse=False):
@@ -100,7 +104,9 @@ class Initializer:
 
 
 def _alone(module: nn.Module) -> nn.Module:
-    """A copy without its submodules."""
+    """A copy without its submodules; of packed weights one with a weight."""
+    if isinstance(module, Nf4Linear):
+        return module.plain()
     shell = copy.copy(module)
     shell._modules = {}
     return copy.deepcopy(shell)
@@ -131,6 +137,8 @@ def empty_model(
         library = make_library_model(config, attention=IMPLEMENTATION, **keywords_of(config, dtype=dtype))
     if lora.rank is not None:
         lora_module().inject(library, lora)
+        if lora.quantize is not None:
+            lora_module().quantize(library, dtype=DTYPES[dtype])
     library = library.to(torch.float64 if dtype == "float64" else torch.float32).train()
     if vision_family(config) is None:
         model = CausalLM(library, stage=stage)

@@ -49,6 +49,7 @@ def runs_compiled(
     choice = config.train.compile
     if choice == "auto":
         choice = backend_of(device).compiles and config.cluster.tensor_parallel == 1
+        choice = choice and config.model.lora.quantize is None
     if not choice:
         return False
     library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)

@@ -1,6 +1,7 @@
 """Models of the transformers library by their configuration, and small copies of configurations for checks."""
 
 import copy
+import logging
 import re
 from importlib import import_module
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ def lora_module() -> ModuleType:
     """
     if find_spec("peft") is None:
         raise ConfigError("model.lora.rank is set, whose package peft is not installed; pip install 'rayfcp[lora]'")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it misses an optional kernel
     return import_module("rayfcp.models.lora")
 
 

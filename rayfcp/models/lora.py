@@ -4,6 +4,7 @@ what they wrap. Imported only for runs with `model.lora.rank`.
 
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rayfcp.config import ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.models.library import MARK, library_name
+from rayfcp.models.nf4 import BLOCK, Nf4Linear
 from rayfcp.models.pretrained import library_on_meta
 from rayfcp.models.stages import decoder_layers
 from rayfcp.values import AdapterProfile
@@ -54,6 +56,27 @@ def inject(library: Any, lora: LoraConfig) -> PeftConfig:
         raise _refused(lora, " ".join(str(error).split())[:200]) from error
     _check_layers(library, lora)
     return config
+
+
+def quantize(library: Any, *, dtype: torch.dtype) -> None:
+    """Let the frozen weights under adapters be packed (`nf4`), in place, on the meta device.
+
+    Raises:
+        ConfigError: A row does not hold whole blocks, or bitsandbytes is not installed.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.lora.quantize is 'nf4', whose package bitsandbytes is not installed; pip install 'rayfcp[lora]'"
+        )
+    for name, module in library.named_modules():
+        if isinstance(module, LoraLayer):
+            base = module.get_base_layer()
+            if base.in_features % BLOCK:
+                raise ConfigError(
+                    f"model.lora.quantize is 'nf4', {name} has {base.in_features} inputs, must be a multiple of "
+                    f"{BLOCK}; leave quantize out"
+                )
+            module.base_layer = Nf4Linear(base, dtype=dtype)
 
 
 def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
@@ -121,7 +144,8 @@ def set_norms(model: nn.Module) -> None:
     with its row."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_magnitude_vector:
-            rows = local_shard(module.get_base_layer().weight)
+            base = module.get_base_layer()
+            rows = base.local_rows() if isinstance(base, Nf4Linear) else local_shard(base.weight)
             norms = local_shard(module.lora_magnitude_vector[ADAPTER].weight)
             norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype))
 
@@ -139,7 +163,10 @@ def adapter_profile(config: PreTrainedConfig, lora: LoraConfig) -> AdapterProfil
     # Products with A; DoRA keeps the outputs of both branches too.
     kept = sum(module.r[ADAPTER] + 2 * lora.dora * module.out_features for module in wrapped)
     trained = sum(each.numel() for each in first.parameters() if each.requires_grad)
-    return AdapterProfile(layer_parameters=trained, token_elements=kept)
+    sizes = [module.in_features * module.out_features for module in wrapped] if lora.quantize is not None else [0]
+    return AdapterProfile(
+        layer_parameters=trained, token_elements=kept, packed_parameters=sum(sizes), largest_packed=max(sizes)
+    )
 
 
 def save(library: Any, tensors: dict[str, Tensor], *, settings: PeftConfig, folder: Path, base: str | None) -> None:
@@ -158,5 +185,7 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     """Weights of a whole model with its adapters added in, by the library's names; the model is changed."""
     for module in model.modules():
         if isinstance(module, LoraLayer):
+            if isinstance(base := module.get_base_layer(), Nf4Linear):
+                module.base_layer = base.unpack()
             module.merge()
     return {library_name(name): value for name, value in model.state_dict().items() if MARK not in name}

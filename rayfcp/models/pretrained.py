@@ -26,6 +26,7 @@ from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.library import library_name, make_library_model
+from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.values.state import Box
 
 if TYPE_CHECKING:
@@ -235,13 +236,16 @@ def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, on
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
     """
     held = ((name, each) for name, each in model.named_parameters() if not (only_frozen and each.requires_grad))
-    own = dict(held) | ({} if only_frozen else dict(model.named_buffers()))
+    packed = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, Nf4Linear)}
+    own: dict[str, Tensor | Nf4Linear] = {**dict(held), **packed}
+    own |= {} if only_frozen else dict(model.named_buffers())
     if own:
         _fill(own, library_on_meta(config), WeightFiles(path))
 
 
-def _fill(own: Mapping[str, Tensor], library: Any, files: WeightFiles) -> None:
-    """Overwrite tensors by their names in the model; those that the library's model lacks are left alone."""
+def _fill(own: Mapping[str, Tensor | Nf4Linear], library: Any, files: WeightFiles) -> None:
+    """Overwrite tensors, and packed weights, by their names in the model; those that the library's model lacks are left
+    alone."""
     aliases = aliases_of(library)
     wanted = {alias: each for name, each in own.items() for alias in aliases.get(library_name(name), ())}
     shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
@@ -252,6 +256,10 @@ def _fill(own: Mapping[str, Tensor], library: Any, files: WeightFiles) -> None:
             raise files.error(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json; {_FITTING}")
         target = wanted[name]
         first = filled.setdefault(id(target), name)
+        if isinstance(target, Nf4Linear):
+            if target.box.num_elements:
+                target.pack(read(source, target.box))
+            continue
         local = local_shard(target)
         if files.headers_only or not local.numel():
             continue

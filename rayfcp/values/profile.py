@@ -55,13 +55,20 @@ class VisionProfile:
         return 2.0 * (self.num_layers * self.layer_parameters + self.patch_values * self.hidden_size + mergers)
 
 
+PACKED_BYTES, PACKED_NUMBERS = 9, 16
+"""Bytes of so many numbers in four bits: two a byte, and a scale of four bytes for 64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterProfile:
     """Adapters in all layers of a model whose own weights are frozen. `layer_parameters`: of one layer, all that is
-    trained there; `token_elements`: numbers that they save for backward per token and layer."""
+    trained there; `token_elements`: numbers that they save for backward per token and layer. `packed_parameters`:
+    frozen ones of a layer that are stored in four bits, and `largest_packed` of one matrix of them."""
 
     layer_parameters: int
     token_elements: int
+    packed_parameters: int = 0
+    largest_packed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +161,12 @@ class ModelProfile:
     def num_trained(self) -> int:
         """Parameters in matrices that are trained: all, or those of adapters."""
         return self.num_layers * self.adapter.layer_parameters if self.adapter else self.num_parameters
+
+    def frozen_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of the weights that are not trained."""
+        packed = self.num_layers * (self.adapter.packed_parameters if self.adapter else 0)
+        plain = self.num_parameters - self.num_trained - packed
+        return plain * bytes_per_element + packed * PACKED_BYTES // PACKED_NUMBERS
 
     @property
     def linear_flops_per_token(self) -> float:

@@ -1,5 +1,6 @@
-"""A whole run with adapters and more positions than its base has: the same losses on one rank and on several, over the
-loss of a worker and a resume on stages, down to the files that PEFT and the library open."""
+"""A whole run with adapters beside weights of four bits, and more positions than its base has: the same losses on one
+rank and on several, over the loss of a worker and a resume on stages, down to the files that PEFT and the library open.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.config import Config, ConfigError
+from rayfcp.models.nf4 import packed, unpacked
 from rayfcp.telemetry.events import read_events
 from tests.cluster.recovering import Trouble, kill, pids
 from tests.cluster.runs import run_config, steps_of, write_texts
@@ -18,6 +21,7 @@ from tests.cluster.runs import run_config, steps_of, write_texts
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 POSITIONS, MAX_SEQLEN, STEPS = 64, 256, 8
+LORA = {"rank": 4, "alpha": 8, "dora": True, "quantize": "nf4"}
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts, and a model with too few positions."""
     folder = tmp_path_factory.mktemp("adapted")
     write_texts(folder)
-    shape = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"head_dim": 12, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": POSITIONS}
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"head_dim": 16, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": POSITIONS}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = AutoConfig.for_model("qwen3", **shape, **sizes, tie_word_embeddings=True)
@@ -35,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, name: str, **sections: Any) -> Config:
-    model = {"path": str(folder / "base"), "init": "pretrained", "lora": {"rank": 4, "alpha": 8, "dora": True}}
+    model = {"path": str(folder / "base"), "init": "pretrained", "lora": LORA}
     model |= {"rope": {"type": "yarn", "factor": MAX_SEQLEN / POSITIONS}}
     sections = {"train": {"steps": STEPS, "learning_rate": 1e-2}, "data": {"tokenizer": "bytes"}} | sections
     return run_config(folder, name=name, model=model, **sections)
@@ -63,11 +67,16 @@ def test_losses_and_files(folder: Path) -> None:
     extended = AutoConfig.from_pretrained(folder / "adapter")
     assert extended.max_position_embeddings == MAX_SEQLEN
     base = AutoModelForCausalLM.from_pretrained(folder / "base", config=extended)
+    with torch.no_grad():  # as opening it in four bits does
+        for module in base.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                codes = packed(module.weight).view(torch.float32)
+                module.weight.copy_(unpacked(codes, num_inputs=module.in_features))
     adapted = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
     ids = torch.arange(200)[None]
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
-    other = staged.changed(model={"lora": {"rank": 4, "alpha": 8}}, train={"steps": STEPS + 1})
+    other = staged.changed(model={"lora": {"rank": 4, "alpha": 8, "dora": True}}, train={"steps": STEPS + 1})
     with pytest.raises(ConfigError, match=r"model lora is .*; a resumed run keeps its model"):
         FlexTrainer(other).fit()

@@ -15,6 +15,7 @@ from rayfcp.cluster.planning.capacity import (
     device_memory,
     tokens_that_fit,
 )
+from rayfcp.cluster.planning.preview import model_of
 from rayfcp.cluster.workers.facts import DeviceFacts, device_names, layers_of_stage
 from rayfcp.config import Config
 from rayfcp.cost.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
@@ -195,3 +196,12 @@ def test_the_bound_before_anything_starts_is_that_of_all_workers() -> None:
     assert configured_bound(config, MODEL) == tokens_that_fit(config, MODEL, num_ranks=8, memory_bytes=48 * GIB)
     with pytest.raises(InfeasiblePlanError):
         configured_bound(config_of(memory_gib=0.0001), MODEL)
+
+
+def test_the_named_model_of_a_preview_has_the_adapters_of_the_run() -> None:
+    config = Config(data={"paths": ["."]}, model={"name": "qwen3-1.7b", "lora": {"rank": 16, "quantize": "nf4"}})
+    found, plain = model_of(config), model_of(config.changed(model={"lora": {}}))
+    assert plain.adapter is None and found.adapter is not None
+    assert model_of(config, "qwen3-1.7b") == found
+    assert found.num_trained == found.num_parameters - plain.num_parameters == 28 * found.adapter.layer_parameters
+    assert found.frozen_bytes(2) < plain.num_parameters

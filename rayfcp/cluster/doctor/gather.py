@@ -92,7 +92,7 @@ def model_size(config: Config) -> tuple[int, int] | None:
 
     try:
         model = model_of(config)
-        return model.num_trained, ITEMSIZES[config.model.dtype] * (model.num_parameters - model.num_trained)
+        return model.num_trained, model.frozen_bytes(ITEMSIZES[config.model.dtype])
     except (ConfigError, ImportError):
         return None
 

@@ -104,7 +104,7 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
 
 def _shape(config: Config, name: str | None) -> ModelProfile:
     if name is not None:
-        return model_profile(name)
+        return _named(name, config)
     path = config.model.path
     if path is not None and not Path(path).exists():
         known = Path(path).name.lower()
