@@ -352,3 +352,12 @@ def test_without_memory_there_is_no_copy_and_a_line_in_the_log(
     assert f"No space left on device in {copies.path}" in caplog.text
     made.take(STATE)
     assert made.copied == STATE
+
+
+def test_a_device_that_holds_nothing_of_what_is_trained(folders: Iterator[CopyFolder]) -> None:
+    """As of few adapters on many ranks."""
+    module, copies = nn.Linear(5, 7).requires_grad_(False), next(folders)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    header = taken(module, optimizer, copies=copies)
+    assert (header.entries, header.num_bytes) == ((), 0)
+    fill(module, optimizer, sources=[source(copies, header)])

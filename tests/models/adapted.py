@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
-from rayfcp.models.library import library_name
 from tests.execute.cases import SEED, VOCAB, Case, CaseTokens
 from tests.models.families import DTYPE, Result, disturb
 from tests.models.folders import FOLDERS, SHAPE
@@ -73,8 +72,3 @@ def by_peft(which: str, config: PreTrainedConfig, case: Case) -> Result:
         if each.requires_grad
     }
     return Result(loss=total, gradients=gradients, logits=torch.cat(logits).detach())
-
-
-def plain_weights(model: CausalLM) -> dict[str, torch.Tensor]:
-    """Weights by the library's names, without adapters."""
-    return {library_name(name): each for name, each in model.named_parameters() if ".lora_" not in name}

@@ -123,13 +123,14 @@ def _run_all(rank: int, client: dist.Store) -> dict[tuple[bool, int], tuple[floa
             with joined(position, client, name=f"{case.num_ranks}") as world:
                 for dora in (False, True):
                     found[dora, case.num_ranks] = _run(case, world, dora=dora)
+                    found[dora, -case.num_ranks] = _run(case, world, dora=dora, dtype="bfloat16")
     return found
 
 
-def _run(case: Case, world: ProcessGroups, *, dora: bool) -> tuple[float, Found]:
+def _run(case: Case, world: ProcessGroups, *, dora: bool, dtype: str = "float32") -> tuple[float, Found]:
     """The frozen weights are packed by the ranks, each its rows; adapters get values."""
-    model = sharded_model(library(), run=ModelConfig(lora=lora_of(dora=dora)), seed=SEED, world=world)
-    values = dict(whole(dora=dora).named_parameters())
+    model = sharded_model(library(), run=ModelConfig(dtype=dtype, lora=lora_of(dora=dora)), seed=SEED, world=world)
+    values = dict(whole(dora=dora, dtype=dtype).named_parameters())
     for name, parameter in model.named_parameters():
         own = read(values[name].detach(), own_box(parameter))
         if parameter.requires_grad:
@@ -158,6 +159,17 @@ def test_in_shards_as_peft_computes_them(
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         assert float((gradient - wanted[name]).norm() / wanted[name].norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: f"{case.num_ranks} ranks")
+def test_in_bfloat16(case: Case, dora: bool, found: dict[tuple[bool, int], tuple[float, Found]]) -> None:
+    """Frozen weights in bf16 beside trained ones in fp32, whose gradients are fp32 too: as close as bf16 is."""
+    (loss, gradients), (want, wanted) = found[dora, -case.num_ranks], found[dora, case.num_ranks]
+    assert loss == pytest.approx(want, rel=2e-2)
+    for name, gradient in gradients.items():
+        assert gradient.dtype is torch.float32
+        assert float((gradient - wanted[name]).norm() / wanted[name].norm()) < 0.2, name
 
 
 def test_rows_of_a_folder_and_a_merged_export(tmp_path: Path) -> None:

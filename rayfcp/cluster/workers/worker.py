@@ -70,7 +70,7 @@ class DeviceWorker:
 
         config, max_seqlen = self._config.model, self._config.data.max_seqlen
         library = model_config(config, vocab_size=self._vocab_size, max_seqlen=max_seqlen)
-        empty_model(library, dtype=config.dtype)
+        empty_model(library, dtype=config.dtype, lora=config.lora)
 
     def open(self) -> DeviceFacts:
         """Open the device; to be called first, or after `warm`. Not in the constructor, whose errors Ray hides.

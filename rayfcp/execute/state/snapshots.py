@@ -199,7 +199,8 @@ class Snapshots:
         backend = backend_of(parts[0].tensor.device if parts else "cpu")
         streams = backend.streams
         if streams is None:
-            torch._foreach_copy_([view.view(tensor.shape) for view, tensor in pairs], [tensor for _, tensor in pairs])
+            if pairs:  # of few adapters a device may hold nothing
+                torch._foreach_copy_([view.view(each.shape) for view, each in pairs], [each for _, each in pairs])
             self._publish(new)
             return
         if self._thread is None:
