@@ -108,10 +108,11 @@ class Course:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
-    write_texts(folder)
+    texts = str(write_texts(folder))
     config = run_config(
         folder,
         name=RUN,
+        data={"paths": [], "sources": {name: {"paths": texts} for name in ("one", "other")}},
         cluster={"num_workers": [1, DEVICES]},
         train={"steps": 100_000},
         checkpoint={"every_steps": 5},
