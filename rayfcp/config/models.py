@@ -483,6 +483,11 @@ class Config(Section):
                     f"eval.sets.{name}.max_seqlen is {each.max_seqlen}, must be at most data.max_seqlen "
                     f"({self.data.max_seqlen}), for which memory is planned; lower it, or raise that"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _sections_fit_the_architecture(self) -> "Config":
+        train, shape = self.train, self.model.architecture
         if self.model.path is not None or self.model.name is not None:
             return self
         if train.recompute_layers > shape.num_layers:
