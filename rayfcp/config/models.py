@@ -453,7 +453,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
-        train, shape = self.train, self.model.architecture
+        train = self.train
         if train.warmup_steps > train.steps:
             raise ValueError(
                 f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
