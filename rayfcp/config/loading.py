@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rayfcp.config.data import STDLIB_PLACEHOLDER
+from rayfcp.config.data import STDLIB_PLACEHOLDER, SourceConfig
 from rayfcp.config.models import Config
 
 
@@ -331,8 +331,10 @@ def check_paths(config: Config) -> None:
         ConfigError: one line for the first that is missing.
     """
     data = config.data
-    sources = {"data": data} | {f"data.sources.{name}": each for name, each in data.sources.items()}
-    sources |= {f"eval.sets.{name}": each.source(data) for name, each in config.eval.sets.items()}
+    sources: dict[str, SourceConfig] = {
+        f"eval.sets.{name}": each.source(data) for name, each in config.eval.sets.items()
+    }
+    sources |= {"data": data} | {f"data.sources.{name}": each for name, each in data.sources.items()}
     named = []
     for key, source in sources.items():
         named += [(f"{key}.paths", path) for path in source.paths]

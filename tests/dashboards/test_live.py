@@ -116,6 +116,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iter
         cluster={"num_workers": [1, DEVICES]},
         train={"steps": 100_000},
         checkpoint={"every_steps": 5},
+        eval={"sets": {"val": {"paths": texts}}, "every_steps": 5, "batches": 1},
     )
     with Prometheus(folder / "prometheus", config=quick_config(folder)) as prometheus:
         course = Course(config, prometheus)

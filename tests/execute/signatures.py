@@ -47,7 +47,7 @@ PRIVATE = {
     "torch/distributed/checkpoint/filesystem.py": ("_StorageInfo",),
     "torch/distributed/distributed_c10d.py": ("_World", "_world", "pg_map", "_abort_process_group"),
     f"{FSDP}_fsdp_collectives.py": ("DefaultAllGather", "DefaultReduceScatter"),
-    f"{FSDP}_fsdp_param_group.py": ("gradient_divide_factor",),
+    f"{FSDP}_fsdp_param_group.py": ("gradient_divide_factor", "_post_forward_indices"),
     f"{FSDP}_fsdp_state.py": ("_fsdp_param_groups", "_fsdp_param_group"),
     f"{FSDP}_fully_shard.py": (
         "_get_fsdp_state",

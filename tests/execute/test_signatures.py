@@ -130,7 +130,7 @@ def test_calls_that_do_not_fit_are_found() -> None:
             signatures.parameters(text).bind(1, 2, 3, causal=True)
 
 
-OPTIONAL = {"_fsdp_param_groups", "_planner_cache", *membership.SHARDING_CACHES}
+OPTIONAL = {"_fsdp_param_groups", "_planner_cache", "_post_forward_indices", *membership.SHARDING_CACHES}
 """Absent in some versions, which the code that uses them knows."""
 
 ELSEWHERE = {

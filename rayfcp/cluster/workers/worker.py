@@ -54,6 +54,7 @@ class DeviceWorker:
         self._copies_name = copies
         self._config, self._data_dir, self._vocab_size, self._worker_id = config, data_dir, vocab_size, worker_id
         self._facts: DeviceFacts | None = None
+        self._profiler: StepProfiler | None = None
         self._watch = OrphanWatch(config.elastic.orphan_s)
         self._lock = threading.Lock()
         self._listener: Listener | None = None
@@ -96,7 +97,7 @@ class DeviceWorker:
         backend = backend_of(self._device)
         self._copies = self._open_copies(context.get_node_id(), page_locks=backend.page_locks)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir, copies=self._copies)
-        self._profiler = self._make_profiler()
+        self._open_profiler()
         self._compiled = runs_compiled(self._config, vocab_size=self._vocab_size, device=self._device, kernel=kernel)
         gc.collect()
         gc.freeze()  # imported modules: garbage collection is part of each recovery
@@ -113,13 +114,13 @@ class DeviceWorker:
         )
         return self._facts
 
-    def _make_profiler(self) -> "StepProfiler | None":
+    def _open_profiler(self) -> None:
         config = self._config.metrics.profiler
         if not config.steps:
-            return None
+            return
         from rayfcp.execute.profiling import PROFILES, StepProfiler
 
-        return StepProfiler(config, folder=Path(self._config.run_dir) / PROFILES, device=self._device)
+        self._profiler = StepProfiler(config, folder=Path(self._config.run_dir) / PROFILES, device=self._device)
 
     def _profiled(self, step: int) -> AbstractContextManager[None]:
         """Context of a step, which is profiled if the configuration says so."""

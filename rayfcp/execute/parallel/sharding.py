@@ -96,7 +96,7 @@ def release_forward(module: nn.Module) -> None:
     for part in sharded_modules(module):
         for group in parameter_groups(part):
             group.comm_ctx.post_forward_order.clear()
-            group._post_forward_indices.clear()
+            getattr(group, "_post_forward_indices", []).clear()
 
 
 def parameter_groups(part: FSDPModule) -> list[Any]:
