@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from rayfcp.models.build import sharded_model
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
 from rayfcp.values.state import KeptStates, ShardHeader, StateId
+from tests.execute.gloo import FORKS, listening_store
 from tests.execute.pipelined import pipelined
 
 CPU = torch.device("cpu")
@@ -223,3 +224,24 @@ class Member(Device):
             self.model.layers[-1].register_forward_hook(die)
         else:
             self.engine.generation.optimizer.register_step_pre_hook(die)
+
+
+PATIENCE_S = 600.0
+"""Time until a process that hangs is killed."""
+
+
+def results_of(
+    process: Callable[[int, int, str], None], members: Collection[int], *, killed: Collection[int], folder: Path
+) -> dict[int, Any]:
+    """What each member left in `folder`, MEMBER.pt, that was not killed. `process` gets member, port of the store and
+    folder."""
+    store = listening_store()
+    processes = {me: FORKS.Process(target=process, args=(me, store.port, str(folder))) for me in sorted(members)}
+    for each in processes.values():
+        each.start()
+    for me, each in processes.items():
+        each.join(PATIENCE_S)
+        each.kill()
+        each.join()
+        assert each.exitcode == (-9 if me in killed else 0), me
+    return {me: torch.load(folder / f"{me}.pt") for me in processes if me not in killed}

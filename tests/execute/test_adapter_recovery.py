@@ -15,8 +15,8 @@ from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.values.state import StateId
 from tests.cluster.runs import run_config, write_texts
-from tests.execute.generations import Device, Generation, Member
-from tests.execute.gloo import FORKS, client_of, listening_store
+from tests.execute.generations import PATIENCE_S, Device, Generation, Member, results_of
+from tests.execute.gloo import client_of
 from tests.execute.saving import save
 
 SCRIPT = (
@@ -27,7 +27,6 @@ SCRIPT = (
 )
 KILLED = {2}
 LAST = SCRIPT[-1].steps[-1]
-PATIENCE_S = 600.0
 
 
 def config_of(folder: Path) -> Config:
@@ -54,17 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Results of each process that survived."""
-    store = listening_store()
-    everybody = sorted({member for generation in SCRIPT for member in generation.members})
-    processes = {me: FORKS.Process(target=_process, args=(me, store.port, str(folder))) for me in everybody}
-    for process in processes.values():
-        process.start()
-    for me, process in processes.items():
-        process.join(PATIENCE_S)
-        process.kill()
-        process.join()
-        assert process.exitcode == (-9 if me in KILLED else 0), me
-    return {me: torch.load(folder / f"{me}.pt") for me in everybody if me not in KILLED}
+    return results_of(_process, {member for each in SCRIPT for member in each.members}, killed=KILLED, folder=folder)
 
 
 def _process(me: int, port: int, folder: str) -> None:

@@ -15,8 +15,8 @@ from rayfcp.config import Config
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.parallel.groups import MeshPosition
 from tests.cluster.runs import run_config, write_texts
-from tests.execute.generations import Device, Generation, Member
-from tests.execute.gloo import FORKS, client_of, listening_store
+from tests.execute.generations import PATIENCE_S, Device, Generation, Member, results_of
+from tests.execute.gloo import client_of
 
 SCRIPT = (
     Generation(world=(1, 4, 1), members=(0, 1, 2, 3), steps=(1, 2), end="forward"),
@@ -30,7 +30,7 @@ SCRIPT = (
 )
 KILLED = {3, 4, 5}
 LAST = SCRIPT[-1].steps[-1]
-PATIENCE_S, TIMEOUT_S = 600.0, 120.0
+TIMEOUT_S = 120.0
 """Timeout of rendezvous and exchanges: far more than either takes."""
 
 FORGOTTEN = 2
@@ -61,17 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Results of each process that survived."""
-    store = listening_store()
-    everybody = sorted({member for generation in SCRIPT for member in generation.members})
-    processes = {me: FORKS.Process(target=_process, args=(me, store.port, str(folder))) for me in everybody}
-    for process in processes.values():
-        process.start()
-    for me, process in processes.items():
-        process.join(PATIENCE_S)
-        process.kill()
-        process.join()
-        assert process.exitcode == (-9 if me in KILLED else 0), me
-    return {me: torch.load(folder / f"{me}.pt") for me in everybody if me not in KILLED}
+    return results_of(_process, {member for each in SCRIPT for member in each.members}, killed=KILLED, folder=folder)
 
 
 def _process(me: int, port: int, folder: str) -> None:

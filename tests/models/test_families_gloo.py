@@ -1,20 +1,12 @@
 """The same families on real processes over gloo, in shards: loss, logits and gradients are the library's own."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.interpreter import Interpreter
-from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.build import sharded_model
-from rayfcp.models.pretrained import read
-from rayfcp.program import lower
-from tests.execute.cases import SEED, Case, CaseTokens
+from tests.execute.cases import SEED, Case
 from tests.execute.gloo import joined, on_processes
 from tests.models.families import (
     DTYPE,
@@ -22,11 +14,8 @@ from tests.models.families import (
     assert_same,
     by_library,
     disturbed,
-    empty_logits,
-    head_of,
-    put_logits,
-    recorded_hidden,
 )
+from tests.models.in_shards import run_in_shards
 from tests.models.test_families import CASES, library
 
 TWO, THREE = CASES[1], CASES[2]
@@ -63,22 +52,9 @@ def _run(what: str, case: Case, world: ProcessGroups) -> Result:
     config = library(what)
     model = sharded_model(config, run=ModelConfig(dtype=DTYPE), seed=SEED, world=world)
     whole = disturbed(config)
-    values = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
-        local_shard(parameter).copy_(read(values[name].detach(), own_box(parameter)))
-    transport, kernel = DistributedTransport(world.attend), pick_kernel("cpu")
-    interpreter = Interpreter(transport=transport, kernel=kernel, model=model)
-    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
-    with recorded_hidden(model) as hidden:
-        done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
-    logits = empty_logits(config, case)
-    put_logits(logits, head_of(whole)(torch.cat(hidden)), program=program, case=case)
-    parts = torch.nan_to_num(logits)
-    loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
-    dist.all_reduce(parts, group=world.control)
-    dist.all_reduce(loss, group=world.control)
+    loss, logits = run_in_shards(model, whole, config=config, case=case, world=world)
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return Result(loss=float(loss), gradients=gradients, logits=parts)
+    return Result(loss=loss, gradients=gradients, logits=logits)
 
 
 @pytest.mark.parametrize("what", FAMILIES)

@@ -6,22 +6,16 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.interpreter import Interpreter
-from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.describe import model_config
-from rayfcp.models.pretrained import read
-from rayfcp.program import lower
-from tests.execute.cases import SEED, Case, CaseTokens
+from tests.execute.cases import SEED, Case
 from tests.execute.gloo import joined, on_processes
 from tests.models.adapted import LORAS, adapted, by_peft, library
-from tests.models.families import DTYPE, Result, assert_same, empty_logits, head_of, put_logits, recorded_hidden
+from tests.models.families import DTYPE, Result, assert_same
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB
+from tests.models.in_shards import run_in_shards
 from tests.models.test_families import CASES
 
 NUM_PROCESSES = 3
@@ -53,24 +47,11 @@ def _run(which: str, case: Case, world: ProcessGroups) -> Result:
     config, lora = library(), LORAS[which]
     model = sharded_model(config, run=ModelConfig(dtype=DTYPE, lora=lora), seed=SEED, world=world)
     whole = adapted(lora, config)
-    values = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
-        local_shard(parameter).copy_(read(values[name].detach(), own_box(parameter)))
-    transport, kernel = DistributedTransport(world.attend), pick_kernel("cpu")
-    interpreter = Interpreter(transport=transport, kernel=kernel, model=model)
-    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
-    with recorded_hidden(model) as hidden:
-        done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
-    logits = empty_logits(config, case)
-    put_logits(logits, head_of(whole)(torch.cat(hidden)), program=program, case=case)
-    parts = torch.nan_to_num(logits)
-    loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
-    dist.all_reduce(parts, group=world.control)
-    dist.all_reduce(loss, group=world.control)
+    loss, logits = run_in_shards(model, whole, config=config, case=case, world=world)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     assert all(each.grad is None for name, each in model.named_parameters() if name not in trained)
     gradients = {name: each.grad.full_tensor() for name, each in trained.items()}
-    return Result(loss=float(loss), gradients=gradients, logits=parts)
+    return Result(loss=loss, gradients=gradients, logits=logits)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
