@@ -24,6 +24,8 @@ from rayfcp.execute.devices.cpu import CpuBackend
 from rayfcp.execute.interpreter import Passes
 from rayfcp.execute.kernels import Pairs
 from rayfcp.execute.kernels.flash import TorchFlashKernel
+from rayfcp.execute.losses.base import BatchLoss
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.transport import Envelope, Transport
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.program import Backward, Forward, Load, RankProgram
@@ -271,7 +273,7 @@ def tally(
     """Amounts of the passes of a program without stages, with `model` on the meta device in its place, of which so many
     layers are recomputed; and its messages."""
     operators = Operators()
-    passes = Passes(program, model, pipes=None, loss_scale=1.0, device=torch.device("meta"))
+    passes = Passes(program, model, pipes=None, loss=BatchLoss(loss=CrossEntropy()), device=torch.device("meta"))
     transport, kernel = _Nowhere(program.rank, operators), _Kernel(operators)
     with _noted(operators, in_triton=in_triton):
         for item in _whole(program.instructions, recomputed_layers):

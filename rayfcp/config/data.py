@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
+from rayfcp.config.losses import RowKind
 from rayfcp.config.section import Count, Fraction, Section, Words
 
 STDLIB_PLACEHOLDER = "{stdlib}"
@@ -93,6 +94,7 @@ class DataConfig(SourceConfig):
     picture_targets: bool = Field(default=False, description="whether tokens that stand for images enter the loss")
     decoder_actors: int = Field(default=2, ge=0, description="CPUs that decode images ahead of the step; 0: workers do")
     decode_ahead_steps: Count = Field(default=2, description="steps whose images are decoded before they run")
+    rows: RowKind | None = Field(default=None, description="what a row is; by loss.type if absent")
     streaming: bool = Field(default=False, description="tokenise while the run trains, instead of all rows before")
     reader_actors: Count = Field(default=2, description="processes that tokenise a stream")
     max_seqlen: Count = 8192

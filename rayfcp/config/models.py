@@ -16,6 +16,7 @@ from pydantic import (
 from rayfcp.config.adapting import LoraConfig, RopeConfig
 from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalConfig
+from rayfcp.config.losses import ROWS, LossConfig
 from rayfcp.config.section import (
     Beta,
     Bounds,
@@ -422,6 +423,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig
+    loss: LossConfig = LossConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
@@ -477,6 +479,7 @@ class Config(Section):
         if self.model.path is not None and self.data.tokenizer is None and self.data.processor is None:
             data = self.data.model_copy(update={"tokenizer": self.model.path})
             object.__setattr__(self, "data", data)  # the section is frozen
+        self._check_rows()
         for name, each in self.eval.sets.items():
             if (each.max_seqlen or 0) > self.data.max_seqlen:
                 raise ValueError(
@@ -484,6 +487,25 @@ class Config(Section):
                     f"({self.data.max_seqlen}), for which memory is planned; lower it, or raise that"
                 )
         return self
+
+    def _check_rows(self) -> None:
+        """Fill in what rows are, by the loss, and check what they allow."""
+        rows, data = ROWS[self.loss.type], self.data
+        if data.rows is None:
+            object.__setattr__(self, "data", data.model_copy(update={"rows": rows}))  # the section is frozen
+        elif data.rows != rows:
+            raise ValueError(
+                f"data.rows is {data.rows!r}, must be {rows!r} with loss.type {self.loss.type!r}; leave it out"
+            )
+        refused = [("streaming", data.streaming), ("processor", data.processor is not None)]
+        refused += [("long_sequences: split", data.long_sequences == "split")] if rows == "pairs" else []
+        if rows != "sequences" and (name := next((name for name, is_set in refused if is_set), None)):
+            raise ValueError(f"loss.type is {self.loss.type!r}, which does not run with data.{name}; leave it out")
+        if rows == "pairs" and data.global_batch_sequences % 2:
+            raise ValueError(
+                f"data.global_batch_sequences is {data.global_batch_sequences}, must be even with loss.type "
+                f"{self.loss.type!r}, whose pairs have two; add one"
+            )
 
     @model_validator(mode="after")
     def _sections_fit_the_architecture(self) -> "Config":

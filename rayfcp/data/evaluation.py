@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.data.index import LengthIndex
@@ -16,12 +17,13 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """A set `name` in a prepared `folder`; `num_batches` of it are evaluated."""
+    """A set `name` in a prepared `folder`; `num_batches` of it are evaluated. `reference`: as of `Sampler`."""
 
     name: str
     folder: str
     index: LengthIndex
     num_batches: int
+    reference: npt.NDArray[np.float64] | None = None
 
 
 class EvalBatches:
@@ -48,10 +50,15 @@ class EvalBatches:
         if not 1 <= number <= len(self):
             raise ValueError(f"evaluation batch is {number}, must be in [1, {len(self)}]; count over all sets")
         own = self.set_of(number)
-        first = (number - 1 - int(self._ends[self.sets.index(own)]) + own.num_batches) * self._batch_sequences
-        taken = np.arange(first, min(first + self._batch_sequences, len(own.index)), dtype=np.int64)
-        chosen = permute(taken, size=len(own.index), seed=_SEED, epoch=0)
-        return GlobalBatch(step=number, epoch=0, samples=own.index.samples(chosen))
+        first = (number - 1 - int(self._ends[self.sets.index(own)]) + own.num_batches) * self._batch_draws(own)
+        size = own.index.num_draws
+        taken = np.arange(first, min(first + self._batch_draws(own), size), dtype=np.int64)
+        samples = own.index.samples(permute(taken, size=size, seed=_SEED, epoch=0))
+        known = () if own.reference is None else tuple(own.reference[[each.id for each in samples]].tolist())
+        return GlobalBatch(step=number, epoch=0, samples=samples, reference=known)
+
+    def _batch_draws(self, own: EvalSet) -> int:
+        return self._batch_sequences // own.index.samples_per_draw
 
 
 def open_sets(config: Config, folders: Mapping[str, str], *, vocab_size: int) -> EvalBatches:

@@ -30,15 +30,19 @@ class LengthIndex:
     `lengths`, `num_targets`: int arrays `[samples]`. `counts`: rows cut, split, dropped, and skipped by reason, those
     that `prepare` skipped included. `named_bad_rows`: the first 100 of the latter. `fingerprint` is equal exactly when
     the samples and their tokens are. No image is cut: a sample ends before one that goes beyond `max_seqlen`.
+    `samples_per_draw`: samples that are kept, or not, and drawn together: 2i and 2i+1 of pairs.
     """
 
     def __init__(
         self, manifest: PreparedManifest, *, max_seqlen: int, long_sequences: LongSequences, vocab_size: int | None
     ) -> None:
         self.manifest, self.max_seqlen, self.long_sequences = manifest, max_seqlen, long_sequences
+        self.samples_per_draw = manifest.samples_per_row
         readers = [ShardReader(manifest, shard) for shard in range(len(manifest.shards))]
         with ThreadPoolExecutor(_READING_THREADS) as pool:
             columns = list(pool.map(ShardReader.small_columns, readers))
+        for column in columns:
+            column["max_token_id"] = self._together(column["max_token_id"])
         self._images: ImageIndex | None = None
         if any(shard.has_images for shard in manifest.shards):
             from rayfcp.data.vision import layout
@@ -49,7 +53,7 @@ class LengthIndex:
         self._num_long, self._long_tokens = 0, 0
         self.counts = Counter(manifest.bad_rows)
         if num_wrong := sum(rows.size for rows in wrong):
-            self.counts[BadReason.TOKEN_OUT_OF_RANGE.value] += num_wrong
+            self.counts[BadReason.TOKEN_OUT_OF_RANGE.value] += num_wrong // self.samples_per_draw
         ranges = [self._ranges(shard, column, limit=limit) for shard, column in enumerate(columns)]
         if self._num_long:
             self.counts["dropped" if long_sequences == "drop" else long_sequences] = self._num_long
@@ -158,17 +162,30 @@ class LengthIndex:
             images=images,
         )
 
-    def samples(self, positions: Iterable[int]) -> tuple[Sample, ...]:
-        """The samples at these positions, in their order."""
-        return tuple(map(self.sample, positions))
+    @property
+    def num_draws(self) -> int:
+        """Samples, or pairs of them."""
+        return len(self) // self.samples_per_draw
+
+    def samples(self, draws: Iterable[int]) -> tuple[Sample, ...]:
+        """The samples of these draws, in their order."""
+        size = self.samples_per_draw
+        return tuple(self.sample(size * draw + number) for draw in draws for number in range(size))
+
+    def _together(self, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The largest of the values of those rows that are drawn together, for each of them."""
+        size = self.samples_per_draw
+        return values if size == 1 else np.repeat(values.reshape(-1, size).max(axis=1), size)
 
     def _ranges(self, shard: int, column: _Column, *, limit: float) -> RowRanges:
         """Samples of a shard; counts its long rows."""
         rows = np.flatnonzero(column["max_token_id"] < limit)
         lengths = column["length"][rows]
-        is_long = lengths > self.max_seqlen
+        is_long = (self._together(lengths) if self.long_sequences == "drop" else lengths) > self.max_seqlen
         self._num_long += int(np.count_nonzero(is_long))
         self._long_tokens += int(lengths[is_long].sum(dtype=np.int64))
+        if self.long_sequences == "drop":
+            rows, lengths = rows[~is_long], lengths[~is_long]
         ranges = sample_ranges(rows, lengths=lengths, max_seqlen=self.max_seqlen, long_sequences=self.long_sequences)
         if self._images is None or self.long_sequences == "drop":
             return ranges

@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
+from rayfcp.config.losses import RowKind
 from rayfcp.data.rows import BadRow
 
 
@@ -127,7 +128,7 @@ class PreparedManifest:
 
     `fingerprint`: hash of the inputs (names, sizes, times), tokenizer and columns; if it differs, prepare again.
     `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `sources`: of a mixture, names and
-    numbers of shards in the order of `shards`, whose names are whole paths then.
+    numbers of shards in the order of `shards`, whose names are whole paths then. `rows`: what a row of the inputs is.
     """
 
     folder: str
@@ -138,12 +139,19 @@ class PreparedManifest:
     max_token_id: int
     shards: tuple[ShardInfo, ...]
     bad_rows: dict[str, int] = field(default_factory=dict)
+    rows: RowKind = "sequences"
     named_bad_rows: tuple[BadRow, ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_rows(self) -> int:
-        return sum(shard.num_rows for shard in self.shards)
+        """Good rows of the inputs."""
+        return sum(shard.num_rows for shard in self.shards) // self.samples_per_row
+
+    @property
+    def samples_per_row(self) -> int:
+        """Rows of the shards that a row of the inputs gives, or 1 where it may give any number."""
+        return 2 if self.rows == "pairs" else 1
 
     @property
     def num_tokens(self) -> int:

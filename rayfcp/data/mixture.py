@@ -152,15 +152,18 @@ class MixtureSampler(Sampler):
                 "tokens; leave it out"
             )
         self._description = _described(data)
-        sizes = [stop - start for start, stop in self._places.values()]
+        per_draw = index.samples_per_draw
+        sizes = [(stop - start) // per_draw for start, stop in self._places.values()]
         tokens = [int(index.lengths[start:stop].sum()) for start, stop in self._places.values()]
         epochs = [data.sources[name].epochs for name in self._places]
         limits = [
             None if passes is None else max(1, int(Fraction(str(passes)) * size))
             for passes, size in zip(epochs, sizes, strict=True)
         ]
+        self._places = {name: (start // per_draw, stop // per_draw) for name, (start, stop) in self._places.items()}
         self._segments, self.num_samples = make_segments(
-            stretches_of(data, names=tuple(self._places), sizes=sizes, tokens=tokens), limits=limits
+            stretches_of(data, names=tuple(self._places), sizes=sizes, tokens=tokens, batch=self._global_batch),
+            limits=limits,
         )
         self._seeds = [
             int.from_bytes(hashlib.blake2b(f"rayfcp source {seed} {name}".encode(), digest_size=8).digest(), "little")
@@ -186,7 +189,7 @@ class MixtureSampler(Sampler):
             epoch=int(epochs[0]),
             samples=self._index.samples(positions),
             sources=tuple(self._places),
-            source_of=tuple(sources.tolist()),
+            source_of=tuple(np.repeat(sources, self._index.samples_per_draw).tolist()),
         )
 
     def _placed(self, first: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -205,9 +208,10 @@ class MixtureSampler(Sampler):
 
 
 def stretches_of(
-    data: DataConfig, *, names: Sequence[str], sizes: Sequence[int], tokens: Sequence[int]
+    data: DataConfig, *, names: Sequence[str], sizes: Sequence[int], tokens: Sequence[int], batch: int
 ) -> list[tuple[int, Weights]]:
-    """First sample and weights of each part of the schedule: weights count samples, shares count tokens."""
+    """First sample and weights of each part of the schedule: weights count samples, shares count tokens. A step takes
+    `batch` samples; pairs count as one."""
 
     def of_samples(shares: Mapping[str, Any], *, by_tokens: bool) -> Weights:
         given = [Fraction(str(shares.get(name, 0))) for name in names]
@@ -224,7 +228,7 @@ def stretches_of(
         shares = dict(zip(names, map(float, powers), strict=True))
     stretches = [(0, of_samples(shares if by_tokens else weights, by_tokens=by_tokens))]
     for part in data.schedule:
-        first = (part.from_step - 1) * data.global_batch_sequences
+        first = (part.from_step - 1) * batch
         stretches.append((first, of_samples(part.shares or part.weights, by_tokens=bool(part.shares))))
     return stretches
 

@@ -109,6 +109,10 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
             f"data.{key} is {tokenizer.name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
             f"{prepared.folder} was prepared; set it, or prepare again"
         )
+    if prepared.rows != (data.rows or "sequences"):
+        raise ConfigError(
+            f"data.paths has rows that are {prepared.rows}, must have {data.rows} for loss.type; prepare them again"
+        )
     _check_bad(prepared, data)
     return prepared
 
@@ -135,6 +139,8 @@ def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
         [(file.url, file.format, file.num_bytes, file.stamp) for file in files],
         *([] if data.processor is None else [(data.max_picture_pixels, data.video_fps, data.picture_targets)]),
     ]
+    if data.rows not in (None, "sequences"):
+        parts.append(data.rows)
     if data.processor is None and any(file.format != "text" for file in files):
         parts.append(chat_fingerprint(data))
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
@@ -260,6 +266,7 @@ def _merged(
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_vocab_size=tokenizer.vocab_size,
         max_token_id=max(result.max_token_id for result in ordered),
+        rows=data.rows or "sequences",
         shards=tuple(shard for result in ordered for shard in result.shards),
         bad_rows=dict(bad),
         named_bad_rows=tuple(named[:MAX_NAMED_ROWS]),

@@ -52,11 +52,12 @@ _Rows = Iterator[RawRow | BadRow]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
     """Columns to read beside `input_ids` and `labels`: a text, the media columns if `media`, and those of conversations
-    if `chat`."""
+    if `chat`. Or `whole`: these alone, which `chat` encodes together."""
 
     text: str
     media: bool = False
     chat: bool = False
+    whole: tuple[str, ...] = ()
 
 
 def read_rows(
@@ -66,8 +67,10 @@ def read_rows(
     text_column: str,
     media: MediaEncoder | None = None,
     chat: ChatCall | None = None,
+    whole: tuple[str, ...] = (),
 ) -> Iterator[TokenRow | BadRow]:
     """Every row of the file, tokenised and checked, or why it is skipped. Row numbers count from the piece's start.
+    With `whole`, `chat` encodes these columns of each row, and nothing else is read.
 
     A row with `input_ids` is used as it is, with its `labels` if present; with `media`, a row that has media columns is
     encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the usual columns
@@ -75,8 +78,9 @@ def read_rows(
     """
     pending: list[RawRow | BadRow] = []
     size = 0
+    columns = RowColumns(text=text_column, media=media is not None, chat=chat is not None, whole=whole)
     encoded = partial(_encoded, file=file, tokenizer=tokenizer, media=media, chat=chat)
-    for raw in _raw_rows(file, RowColumns(text=text_column, media=media is not None, chat=chat is not None)):
+    for raw in _raw_rows(file, columns):
         pending.append(raw)
         size += _size(raw)
         if len(pending) >= _BATCH_ROWS or size >= _BATCH_SIZE:
@@ -189,6 +193,8 @@ def _json_row(line: bytes, *, row: int, columns: RowColumns) -> RawRow:
 
 def _record_row(record: Mapping[str, Any], *, row: int, columns: RowColumns) -> RawRow:
     """The row of a JSON object, or of all its values in a table."""
+    if columns.whole:
+        return RawRow(row=row, chat={name: record[name] for name in columns.whole if record.get(name) is not None})
     found = {name: record[name] for name in MEDIA_COLUMNS if record.get(name) is not None} if columns.media else {}
     media = {**found, "text": record.get(columns.text)} if found else None
     if record.get("input_ids") is not None:
@@ -205,6 +211,8 @@ def _record_row(record: Mapping[str, Any], *, row: int, columns: RowColumns) -> 
 
 
 def _missing_text(columns: RowColumns) -> BadRowError:
+    if columns.whole:
+        return BadRowError(BadReason.MISSING_COLUMN, f"none of {', '.join(columns.whole)}")
     others = ", messages, conversations nor prompt and completion" if columns.chat else ""
     return BadRowError(BadReason.MISSING_COLUMN, f"neither input_ids nor {columns.text}{others}")
 
@@ -328,6 +336,8 @@ def _arrow_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Row
 
 def _selected(schema: pa.Schema, columns: RowColumns) -> list[str]:
     """Columns to read; a column that occurs twice counts as absent."""
+    if columns.whole:
+        return [name for name in columns.whole if schema.get_field_index(name) >= 0]
     known = (*_TOKEN_COLUMNS, columns.text, *MEDIA_COLUMNS, *CHAT_COLUMNS)
     has = {name for name in known if schema.get_field_index(name) >= 0}
     if columns.media and has.intersection(MEDIA_COLUMNS):
@@ -354,7 +364,7 @@ def _batch_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: 
         return
     if not names:
         yield _bad(file, first, _missing_text(columns), num_rows=batch.num_rows)
-    elif set(names) - {columns.text, *_TOKEN_COLUMNS} or _is_list(batch.schema, columns):
+    elif columns.whole or set(names) - {columns.text, *_TOKEN_COLUMNS} or _is_list(batch.schema, columns):
         kept = batch.select(names)
         for row in range(first, first + batch.num_rows):
             yield _row(file, row, partial(_media_row, kept.slice(row - first, 1), row=row, columns=columns))

@@ -5,6 +5,7 @@ The shuffled order needs no table: position in, sample out, for data of any size
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,18 @@ _REMEDIES = {
 
 
 class Sampler:
-    """Global batches of `global_batch` samples. Every epoch takes each sample once, in an order of its own; batches
-    continue across epochs, so that all are full."""
+    """Global batches of `global_batch` samples, drawn one by one or in pairs. Every epoch takes each sample once, in an
+    order of its own; batches continue across epochs, so that all are full. `reference`: sums of the loss's terms by the
+    reference model, by sample, for losses that have one."""
 
     def __init__(self, index: LengthIndex, *, seed: int, global_batch: int) -> None:
         if global_batch < 1 or not len(index):
             raise ValueError(
                 f"global batch is {global_batch} of {len(index)} samples, both must be at least 1; add data"
             )
-        self._index, self._seed, self._global_batch = index, seed, global_batch
+        self._index, self._seed = index, seed
+        self._global_batch = global_batch // index.samples_per_draw
+        self.reference: npt.NDArray[np.float64] | None = None
 
     def batch(self, step: int) -> GlobalBatch:
         """The batch of `step`, counted from 1. Its epoch, from 0, is that of its first sample.
@@ -103,21 +107,25 @@ class Sampler:
         """
         if step < 1:
             raise ValueError(f"step is {step}, must be at least 1; steps count from 1")
-        return self._batch(step, first=(step - 1) * self._global_batch)
+        batch = self._batch(step, first=(step - 1) * self._global_batch)
+        if self.reference is None:
+            return batch
+        return replace(batch, reference=tuple(self.reference[[each.id for each in batch.samples]].tolist()))
 
     def _batch(self, step: int, *, first: int) -> GlobalBatch:
-        """The batch of the run's samples from `first` on."""
+        """The batch of the run's draws from `first` on."""
         numbers = np.arange(first, first + self._global_batch, dtype=np.int64)
-        positions = shuffled(numbers, size=len(self._index), seed=self._seed)
-        return GlobalBatch(step=step, epoch=first // len(self._index), samples=self._index.samples(positions))
+        size = self._index.num_draws
+        positions = shuffled(numbers, size=size, seed=self._seed)
+        return GlobalBatch(step=step, epoch=first // size, samples=self._index.samples(positions))
 
     def state(self, step: int) -> dict[str, Any]:
         """State for a checkpoint after `step`: everything that the order depends on, and the progress in it."""
         return {
             "step": step,
-            "epoch": step * self._global_batch // len(self._index),
+            "epoch": step * self._global_batch // self._index.num_draws,
             "seed": self._seed,
-            "global_batch_sequences": self._global_batch,
+            "global_batch_sequences": self._global_batch * self._index.samples_per_draw,
             "max_seqlen": self._index.max_seqlen,
             "long_sequences": self._index.long_sequences,
             "data": self._index.fingerprint,

@@ -38,6 +38,9 @@ SHARD_TOKENS = 16 << 20
 SMALL_COLUMNS = ("length", "num_targets", "max_token_id")
 IMAGE_COLUMNS = ("items", "runs", "parts")
 
+TEACHER_COLUMNS = ("teacher_words", "teacher_logits")
+TeacherRows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+
 _KEPT_BATCHES = 8
 _OPEN_SHARDS = 64
 
@@ -266,6 +269,14 @@ class TokenReader:
         following = shard.labels(sample.row)[sample.start + start + 1 : min(sample.start + stop + 1, sample.stop)]
         targets[: following.size] = following
         return tokens, targets
+
+    def teacher(self, sample: Sample, *, start: int, stop: int) -> TeacherRows:
+        """Words that a teacher found likeliest at positions `[start, stop)`, and their logits, `[tokens, words]`."""
+        shard = self.shard(sample)
+        width = shard.values(sample.row, "teacher_words").size // shard.tokens(sample.row).size
+        rows = slice((sample.start + start) * width, (sample.start + stop) * width)
+        words, logits = (shard.values(sample.row, name)[rows].reshape(-1, width) for name in TEACHER_COLUMNS)
+        return words.astype(np.int64), logits
 
     def shard(self, sample: Sample) -> ShardReader:
         """The shard that holds the sample; the most recently used ones stay open."""

@@ -157,6 +157,7 @@ class StreamIndex:
     """What is known of a stream's samples before they are read; see `LengthIndex`."""
 
     has_images = False
+    num_draws = samples_per_draw = 1
     skipped: ClassVar[Mapping[str, int]] = {}
     named_bad_rows: tuple[BadRow, ...] = ()
 

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +16,17 @@ from torch import Tensor
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageRange
-from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, Mixed, TokenSource
+from rayfcp.execute.devices.backend import Clock, Mark, backend_of
+from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses import loss_of
+from rayfcp.execute.losses.base import BatchLoss, PairLoss, PairValues, pair_values
 from rayfcp.execute.optimization import LocalAdamW, learning_rate, make_optimizer, totals, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release, release_forward
-from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
+from rayfcp.execute.parallel.transport import AttentionStats, DistributedTransport, Pipes
 from rayfcp.execute.reports import BatchLosses, Beat, DeviceReport, Joined, StepProgress
-from rayfcp.execute.scoring import sums_by_sequence
 from rayfcp.execute.state.checkpoint import load
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
@@ -57,6 +58,16 @@ class DataSource(NamedTuple):
     vision: VisionLoader | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pairs:
+    """The loss of a batch of pairs, and the forward pass that it took, between `marks`."""
+
+    values: PairValues
+    stats: AttentionStats
+    clock: Clock
+    marks: tuple[Mark, Mark]
+
+
 class RankEngine:
     """The model's shard, its optimizer and the process groups of one device. `copies`: where copies of its state are
     made; None if none are."""
@@ -71,6 +82,7 @@ class RankEngine:
         self.position = MeshPosition(rank=0, num_ranks=1)
         self.copies = copies
         self._reader, self._vision = self._open_source(data_dir)
+        self._loss = loss_of(config.loss)
         self._eval_sources: dict[str, DataSource] = {}
         self._progress = StepProgress()
         self._generation: Generation | None = None
@@ -227,17 +239,57 @@ class RankEngine:
             if self._vision is not None:
                 sum_over = generation.wait.timed()(generation.groups.sum)
                 batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
-            tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
-            mixed = Mixed(source_of=batch.source_of, num_sources=len(batch.sources)) if batch.sources else None
-            done = generation.interpreter.enqueue(program, tokens, images=images, loss_scale=loss_scale, mixed=mixed)
+            tokens = BatchTokens(self._reader, batch, scores_end=self._loss.scores_end)
+            pairs = self._pairs(program, batch, tokens=tokens, images=images)
+            done = generation.interpreter.enqueue(program, tokens, images=images, loss=self._batch_loss(batch, pairs))
             release(generation.module)
-            # The host waits for the device in the update, and nowhere before.
-            numbers, update_s = self._update(batch, done.loss_sum)
+            # The host waits for the device in the update, and nowhere before, unless pairs are summed up.
+            numbers, update_s = self._update(batch, done.loss_sum, pairs=pairs)
             if snapshot is not None:
                 generation.snapshots.take(snapshot)
-            return self._report(
+            report = self._report(
                 batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
             )
+            return report if pairs is None else self._with_pairs(report, pairs)
+
+    def _batch_loss(self, batch: GlobalBatch, pairs: "_Pairs | None") -> BatchLoss:
+        if pairs is not None:
+            return BatchLoss(loss=self._loss, weights=pairs.values.weights)
+        scale = 1.0 / max(batch.num_targets, 1)
+        return BatchLoss(loss=self._loss, scale=scale, row_of=batch.source_of, num_rows=len(batch.sources))
+
+    def _pairs(
+        self, program: RankProgram, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
+    ) -> "_Pairs | None":
+        """The batch's loss, by a forward pass, if it is one of pairs."""
+        if not isinstance(self._loss, PairLoss):
+            return None
+        clock = self._backend.clock(time.time)
+        start = clock.mark()
+        sums, stats = self._scored(program, batch, tokens=tokens, images=images)
+        values = pair_values(self._loss, sums, reference=batch.reference)
+        return _Pairs(values=values, stats=stats, clock=clock, marks=(start, clock.mark()))
+
+    def _scored(
+        self, program: RankProgram, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
+    ) -> tuple[Tensor, AttentionStats]:
+        """Sums of terms by sequence, `[sequences]`, over all devices, by the program's forward passes."""
+        generation, num_sequences = self.generation, len(batch.samples)
+        loss = BatchLoss(loss=self._loss, row_of=range(num_sequences), num_rows=num_sequences)
+        try:
+            done = generation.interpreter.score(program, tokens, images=images, loss=loss)
+        finally:
+            release_forward(generation.module)
+        own = done.row_sums if self.position.tensor_rank == 0 else torch.zeros_like(done.row_sums)
+        return generation.wait.timed()(generation.groups.sum)(own), done.stats
+
+    def _with_pairs(self, report: DeviceReport, pairs: "_Pairs") -> DeviceReport:
+        """The report of a step with the forward pass before it."""
+        start_s, stop_s = pairs.clock.times(*pairs.marks)
+        kind = SpanKind.SCORE
+        span = Span(rank=report.rank, stage=report.stage, kind=kind, label="score", start_s=start_s, stop_s=stop_s)
+        wait_s, spans = report.wait_s + pairs.stats.wait_s, (span, *report.spans)
+        return replace(report, pairs=pairs.values.stats(), spans=spans, wait_s=wait_s)
 
     @collective
     def evaluate(
@@ -270,12 +322,8 @@ class RankEngine:
             sum_over = generation.wait.timed()(generation.groups.sum)
             if source.vision is not None:
                 batch, images, _ = source.vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
-            try:
-                scored = generation.interpreter.score(program, BatchTokens(source.reader, batch), images=images)
-            finally:
-                release_forward(generation.module)
-            sums = sums_by_sequence(scored, num_sequences=len(batch.samples), device=self.device)
-            total = sum_over(sums if self.position.tensor_rank == 0 else torch.zeros_like(sums)).tolist()
+            tokens = BatchTokens(source.reader, batch, scores_end=self._loss.scores_end)
+            total = self._scored(program, batch, tokens=tokens, images=images)[0].tolist()
         return BatchLosses(
             number=self.position.device,
             by_sequence=tuple(total) if self.position.device == 0 else (),
@@ -321,12 +369,18 @@ class RankEngine:
             copied=generation.snapshots.copied,
             message_s=done.wait_s,
             broken=broken,
-            source_losses=done.source_losses if position.tensor_rank == 0 else (),
+            source_losses=done.row_sums if position.tensor_rank == 0 else (),
         )
 
-    def _update(self, batch: GlobalBatch, loss_sum: Tensor) -> tuple[tuple[float, float, float], tuple[float, ...]]:
+    def _update(
+        self, batch: GlobalBatch, loss_sum: Tensor, *, pairs: "_Pairs | None"
+    ) -> tuple[tuple[float, float, float], tuple[float, ...]]:
         """Reduce loss and gradient norm, and update (`optimization.update`). Returns loss, norm and learning rate; and
         start and stop in seconds."""
+        num_targets = batch.num_targets
+        if pairs is not None:  # all devices have their loss
+            loss_sum = pairs.values.loss if self.position.device == 0 else torch.zeros_like(pairs.values.loss)
+            num_targets = 1
         generation, train, clock = self.generation, self._config.train, self._backend.clock(time.time)
         start = clock.mark()
         with generation.wait.timed():
@@ -335,7 +389,7 @@ class RankEngine:
         for group in generation.optimizer.param_groups:
             group["lr"] = rate
         generation.snapshots.hold_update()  # the last copy may still be reading what is updated
-        loss, norm = update(generation.optimizer, sums, num_targets=batch.num_targets, max_norm=train.grad_clip)
+        loss, norm = update(generation.optimizer, sums, num_targets=num_targets, max_norm=train.grad_clip)
         return (loss, norm, rate), clock.times(start, clock.mark())
 
     def take_snapshot(self, state: StateId) -> StateId | None:

@@ -2,10 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayfcp.data import TokenReader
 from rayfcp.data.rows import IGNORED
+from rayfcp.data.shards import TeacherRows
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
 from rayfcp.execute.kernels import AttentionKernel
-from rayfcp.execute.parallel.sharding import SourceLosses, StageModule, set_reduce
+from rayfcp.execute.losses.base import BatchLoss, Targets, Teacher
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
+from rayfcp.execute.parallel.sharding import StageModule, set_reduce
 from rayfcp.execute.parallel.transport import AttentionStats, Pipes, Transport
-from rayfcp.execute.scoring import TokenLosses
 from rayfcp.execute.vision import ImageSource, PlacedFeatures, pixels_of, place_features
 from rayfcp.program import (
     Backward,
@@ -52,12 +54,21 @@ class TokenSource(Protocol):
         ...
 
 
+@runtime_checkable
+class TeacherSource(Protocol):
+    """Words and logits that a teacher gave to the tokens of the sequences of one global batch."""
+
+    def teacher(self, sequence: int, /, *, start: int, stop: int) -> TeacherRows:
+        """Those of tokens `[start, stop)`, each `[tokens, words]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Results of one rank on one stage for one global batch. `loss_sum`: of its own tokens, 0 before the last stage.
-    `bytes_sent`: to other ranks of the stage, by attention. `wait_s`: for messages, those of other stages included.
-    `gather_s[m]`: growth of the interpreter's `waited` in microbatch m. `source_losses`: `loss_sum` by source of a
-    mixture."""
+    """Results of one rank on one stage for one global batch. `loss_sum`: of its own tokens, weighted, 0 before the last
+    stage. `bytes_sent`: to other ranks of the stage, by attention. `wait_s`: for messages, those of other stages
+    included. `gather_s[m]`: growth of the interpreter's `waited` in microbatch m. `row_sums`: of terms, by the row of
+    their sequence (`BatchLoss`)."""
 
     loss_sum: float
     spans: tuple[Span, ...]
@@ -65,17 +76,19 @@ class Execution:
     num_pairs: float
     wait_s: float
     gather_s: tuple[float, ...] = ()
-    source_losses: tuple[float, ...] = ()
+    row_sums: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueued:
-    """A program whose instructions the device may still be running; `loss_sum` is on the device."""
+    """A program whose instructions the device may still be running; sums are on the device. `terms`: those of the
+    tokens of each microbatch, `[tokens]`, of passes without gradients."""
 
     loss_sum: Tensor
+    row_sums: Tensor
     stats: AttentionStats
     record: "_SpanRecord"
-    source_losses: Tensor | None = None
+    terms: "Sequence[TokenTerms]" = ()
 
     def read(self) -> Execution:
         """Wait for the device, unless that has been done, and read the results."""
@@ -87,28 +100,35 @@ class Enqueued:
             num_pairs=self.stats.pairs,
             wait_s=self.stats.wait_s,
             gather_s=tuple(waited_s[each] for each in sorted(waited_s)),
-            source_losses=() if self.source_losses is None else tuple(self.source_losses.tolist()),
+            row_sums=tuple(self.row_sums.tolist()),
         )
 
 
-class BatchTokens:
-    """See `TokenSource`; read from the shards on demand. A sample without counted targets has none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """Terms of the loss of the tokens of `pieces`, in their order, `[tokens]` on the device; one of padding without."""
 
-    def __init__(self, reader: TokenReader, batch: GlobalBatch) -> None:
-        self._reader, self._batch = reader, batch
+    pieces: tuple[Piece, ...]
+    terms: Tensor
+
+
+class BatchTokens:
+    """See `TokenSource`; read from the shards on demand. A sample without counted targets has none; with `scores_end`
+    each has its last token, as a target 0, and no other."""
+
+    def __init__(self, reader: TokenReader, batch: GlobalBatch, *, scores_end: bool = False) -> None:
+        self._reader, self._batch, self._scores_end = reader, batch, scores_end
 
     def read(self, sequence: int, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
         sample = self._batch.samples[sequence]
         tokens, targets = self._reader.read(sample, start=start, stop=stop)
+        if self._scores_end:
+            is_last = np.arange(start, stop) == sample.num_tokens - 1
+            return tokens, np.where(is_last, 0, IGNORED)
         return tokens, targets if sample.num_targets else np.full_like(targets, IGNORED)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
-    """Sources of a mixture's global batch: number of each sequence's source, in `[0, num_sources)`."""
-
-    source_of: tuple[int, ...]
-    num_sources: int
+    def teacher(self, sequence: int, *, start: int, stop: int) -> TeacherRows:
+        return self._reader.teacher(self._batch.samples[sequence], start=start, stop=stop)
 
 
 class Passes:
@@ -116,7 +136,7 @@ class Passes:
 
     A microbatch in flight holds tensors that autograd saved, its input from the previous stage, and its output until
     that is sent: backward starts from the output's edge in the graph. Where gradients are disabled, it holds only what
-    is sent, and on the last stage the losses of its tokens (`scored`).
+    is sent, and on the last stage the terms of its tokens (`scored`).
     """
 
     def __init__(
@@ -125,22 +145,18 @@ class Passes:
         model: StageModule,
         *,
         pipes: Pipes | None,
-        loss_scale: float,
+        loss: BatchLoss,
         device: torch.device,
-        mixed: Mixed | None = None,
     ) -> None:
-        self._model, self._pipes, self._loss_scale, self._device = model, pipes, loss_scale, device
+        self._model, self._pipes, self._loss, self._device = model, pipes, loss, device
         self._is_first, self._is_last = program.stage == 0, program.stage == program.num_stages - 1
         self.stats = AttentionStats(clock=backend_of(device).clock(time.perf_counter))
         self.loss_sum = torch.zeros((), dtype=backend_of(device).sum_dtype, device=device)
-        self.scored: list[TokenLosses] = []
-        self._mixed = mixed if self._is_last else None
-        self.source_losses: Tensor | None = None
-        if self._mixed is not None:
-            self.source_losses = torch.zeros(self._mixed.num_sources, dtype=self.loss_sum.dtype, device=device)
+        self.row_sums = torch.zeros(loss.num_rows, dtype=self.loss_sum.dtype, device=device)
+        self.scored: list[TokenTerms] = []
         # By microbatch:
-        self._sources: dict[int, SourceLosses] = {}
-        self._loaded: dict[int, tuple[Tensor | None, Tensor, Tensor | None]] = {}
+        self._loaded: dict[int, tuple[Tensor | None, Tensor, Targets | None]] = {}
+        self._rows: dict[int, Tensor] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._placed: dict[int, PlacedFeatures] = {}
         self._activations_in: dict[int, Tensor] = {}
@@ -150,7 +166,9 @@ class Passes:
 
     def enqueued(self, record: "_SpanRecord") -> Enqueued:
         """The results, once all instructions are enqueued."""
-        return Enqueued(loss_sum=self.loss_sum, stats=self.stats, record=record, source_losses=self.source_losses)
+        return Enqueued(
+            loss_sum=self.loss_sum, row_sums=self.row_sums, stats=self.stats, record=record, terms=self.scored
+        )
 
     def load(self, item: Load, tokens: TokenSource, *, images: ImageSource | None) -> None:
         """Read ids (on the first stage), positions and targets (on the last one) of a load's pieces, in its order, each
@@ -168,12 +186,29 @@ class Passes:
         self._loaded[item.microbatch] = (
             self._joined([ids for ids, _ in read]) if self._is_first else None,
             self._joined(positions or [np.array([0])]),
-            self._joined([targets for _, targets in read]) if self._is_last else None,
+            self._targets(pieces, [targets for _, targets in read], tokens) if self._is_last else None,
         )
-        if self._mixed is not None and self.source_losses is not None:
-            rows = [np.full(piece.stop - piece.start, self._mixed.source_of[piece.sequence]) for piece in pieces]
-            rows = rows or [np.zeros(1, dtype=np.int64)]  # padding, without a loss
-            self._sources[item.microbatch] = SourceLosses(rows=self._joined(rows), sums=self.source_losses)
+        if self._is_last and self._loss.row_of:
+            rows = [np.full(piece.num_tokens, self._loss.row_of[piece.sequence]) for piece in pieces]
+            self._rows[item.microbatch] = self._joined(rows or [np.array([0])])  # padding has no terms
+
+    def _targets(self, pieces: tuple[Piece, ...], words: list[Tokens], tokens: TokenSource) -> Targets:
+        own, given, teacher = self._joined(words), self._loss.weights, None
+        ids = self._joined([np.full(piece.num_tokens, piece.sequence) for piece in pieces] or [np.array([0])])
+        if self._loss.loss.has_teacher and pieces:
+            assert isinstance(tokens, TeacherSource)
+            read = [tokens.teacher(piece.sequence, start=piece.start, stop=piece.stop) for piece in pieces]
+            known, logits = (np.concatenate(each) for each in zip(*read, strict=True))
+            teacher = Teacher(
+                words=self._joined([known]), logits=to_device(logits, dtype=torch.float32, device=self._device)
+            )
+        return Targets(
+            loss=self._loss.loss,
+            words=own,
+            terms=torch.empty(len(own), dtype=self.loss_sum.dtype, device=self._device),
+            weights=None if given is None else given[ids],
+            teacher=teacher,
+        )
 
     def _joined(self, rows: list[Tokens]) -> Tensor:
         return to_device(np.concatenate(rows, axis=-1), dtype=torch.int64, device=self._device)
@@ -199,14 +234,14 @@ class Passes:
         inputs = ids if ids is not None else self._activations_in[item.microbatch]
         # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
         placed = self._placed.pop(item.microbatch, None)
-        mixed = {"by_source": self._sources.pop(item.microbatch)} if self._mixed is not None else {}
-        output: Tensor = self._model(inputs, positions, targets, context, keep_logits, placed, **mixed)
+        output: Tensor = self._model(inputs, positions, targets, context, keep_logits, placed)
         output = output.squeeze(0)  # here, since FSDP's hooks want no view
         self.stats.buffers.clear()
         self._outputs[item.microbatch] = get_gradient_edge(output)
-        if self._is_last:
+        if targets is not None:
             self.loss_sum += output.detach()
-            self._output_gradients[item.microbatch] = torch.full_like(output.detach(), self._loss_scale)
+            self._add(item.microbatch, targets)
+            self._output_gradients[item.microbatch] = torch.full_like(output.detach(), self._loss.scale)
         else:
             self._activations_out[item.microbatch] = output.detach()
 
@@ -215,12 +250,18 @@ class Passes:
         ids, positions, targets = self._loaded.pop(item.microbatch)
         inputs = ids if ids is not None else self._activations_in.pop(item.microbatch)
         placed, pieces = self._placed.pop(item.microbatch, None), self._pieces.pop(item.microbatch)
-        output: Tensor = self._model(inputs, positions, targets, context, False, placed, by_token=True)
+        output: Tensor = self._model(inputs, positions, targets, context, False, placed)
         self.stats.buffers.clear()
-        if self._is_last:
-            self.scored.append(TokenLosses(pieces=pieces, losses=output))
+        if targets is not None:
+            self._add(item.microbatch, targets)
+            self.scored.append(TokenTerms(pieces=pieces, terms=targets.terms))
         else:
             self._activations_out[item.microbatch] = output.squeeze(0)
+
+    def _add(self, microbatch: int, targets: Targets) -> None:
+        """Add the terms to the sums of their rows."""
+        if microbatch in self._rows:
+            self.row_sums.index_add_(0, self._rows.pop(microbatch), targets.terms)
 
     def backward(self, item: Backward) -> None:
         set_reduce(self._model, item.reduce)
@@ -242,7 +283,7 @@ class Passes:
 class Interpreter:
     """Runs programs with a transport, a kernel and a model; the same on any device and in any process.
 
-    Losses are multiplied by `loss_scale` (one over the global batch's number of targets) before they are
+    Losses are multiplied by `BatchLoss.scale` (one over the global batch's number of targets) before they are
     differentiated, so that gradients, summed over ranks, are those of the mean loss.
 
     Args:
@@ -275,37 +316,28 @@ class Interpreter:
         self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
     ) -> Execution:
         """Run all instructions of this rank's and stage's program in order; parameters' gradients accumulate. `images`:
-        needed if the program encodes any, or positions have several axes."""
-        return self.enqueue(program, tokens, images=images, loss_scale=loss_scale).read()
+        needed if the program encodes any, or positions have several axes. The loss is cross entropy."""
+        loss = BatchLoss(loss=CrossEntropy(), scale=loss_scale)
+        return self.enqueue(program, tokens, images=images, loss=loss).read()
 
     def enqueue(
-        self,
-        program: RankProgram,
-        tokens: TokenSource,
-        *,
-        images: ImageSource | None = None,
-        loss_scale: float = 1.0,
-        mixed: Mixed | None = None,
+        self, program: RankProgram, tokens: TokenSource, *, loss: BatchLoss, images: ImageSource | None = None
     ) -> Enqueued:
-        """`run` without waiting for the device. `mixed`: of a mixture, by whose sources losses are added up too."""
-        passes = Passes(
-            program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device, mixed=mixed
-        )
+        """`run` with any loss, without waiting for the device."""
+        passes = Passes(program, self._model, pipes=self._pipes, loss=loss, device=self._device)
         return passes.enqueued(self._passed(program, tokens, passes=passes, images=images))
 
     @torch.no_grad()
     def score(
-        self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None
-    ) -> tuple[TokenLosses, ...]:
-        """Run a program without backward passes (`lower(..., forward_only=True)`); losses of the tokens of this rank by
-        microbatch, none before the last stage. The device may still be running.
+        self, program: RankProgram, tokens: TokenSource, *, loss: BatchLoss, images: ImageSource | None = None
+    ) -> Enqueued:
+        """Run the forward passes of a program without gradients, as far as it has others; with the terms of this rank's
+        tokens, none before the last stage. The device may still be running.
 
         Not in inference mode, whose tensors later training passes could not use. Parameters that are gathered stay so:
         see `release_forward`.
         """
-        passes = Passes(program, self._model, pipes=self._pipes, loss_scale=0.0, device=self._device)
-        self._passed(program, tokens, passes=passes, images=images)
-        return tuple(passes.scored)
+        return self.enqueue(forward_part(program), tokens, loss=loss, images=images)
 
     def _passed(
         self, program: RankProgram, tokens: TokenSource, *, passes: Passes, images: ImageSource | None
@@ -359,6 +391,18 @@ class Interpreter:
                 f"program is for stage {program.stage} of {program.num_stages}, this is stage {stage} "
                 f"{'with' if self._pipes else 'without'} others; send it there"
             )
+
+
+def forward_part(program: RankProgram) -> RankProgram:
+    """The instructions of a program but those of backward passes, for which nothing is kept either. All ranks and
+    stages still run to their end together: none of what is left waits for what is gone."""
+
+    def is_backward(item: Instruction) -> bool:
+        return isinstance(item, Backward) or (isinstance(item, Send | Receive) and item.flow is StageFlow.GRADIENT)
+
+    left = (item for item in program.instructions if not is_backward(item))
+    items = (replace(item, recomputed_layers=0) if isinstance(item, Forward) else item for item in left)
+    return replace(program, instructions=tuple(items))
 
 
 _SPAN_KINDS: dict[type, SpanKind] = {

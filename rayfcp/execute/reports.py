@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayfcp.config import ConfigError
-from rayfcp.values import Span, StateId
+from rayfcp.values import PairStats, Span, StateId
 from rayfcp.values.state import ShardEntry
 
 
@@ -138,7 +138,8 @@ class DeviceReport:
     `snapshot_s`: part of `step_s` spent waiting for
     copies of the state. `copied`: newest state of which this device's copy is complete in its node's memory.
     `broken`: images of this device that could not be decoded, with the reasons. `source_losses`: sums of losses of this
-    device's tokens, by source of a mixture; on the last stage's first tensor-parallel device alone.
+    device's tokens, by source of a mixture; on the last stage's first tensor-parallel device alone. `pairs`: of a loss
+    of pairs.
     """
 
     number: int
@@ -159,6 +160,7 @@ class DeviceReport:
     copied: StateId | None = None
     broken: tuple[str, ...] = ()
     source_losses: tuple[float, ...] = ()
+    pairs: PairStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

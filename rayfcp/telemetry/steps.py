@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.summary import finite
-from rayfcp.values import EvalResult, Imbalance, SourceReport, StepReport
+from rayfcp.values import EvalResult, Imbalance, PairStats, SourceReport, StepReport
 
 
 def to_line(report: StepReport) -> str:
@@ -18,7 +18,7 @@ def to_line(report: StepReport) -> str:
     fields = dataclasses.asdict(report)
     fields["imbalance"] = report.imbalance.by_resource
     fields["degrees"] = {str(degree): count for degree, count in sorted(report.degrees.items())}
-    for name in ("eval", "sources"):
+    for name in ("eval", "sources", "pairs"):
         if not fields[name]:
             del fields[name]
     return json.dumps(finite(fields), allow_nan=False) + "\n"
@@ -39,6 +39,8 @@ def from_line(line: str) -> StepReport:
         fields["eval"] = {name: EvalResult(**_numbers(each)) for name, each in fields.get("eval", {}).items()}
         sources = fields.get("sources", {}).items()
         fields["sources"] = {name: SourceReport(**_numbers(each)) for name, each in sources}
+        if "pairs" in fields:
+            fields["pairs"] = PairStats(**_numbers(fields["pairs"]))
         return StepReport(**_numbers(fields))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"line is not a step report: {error}") from error

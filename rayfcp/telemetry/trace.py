@@ -144,6 +144,7 @@ COLOURS: Mapping[str, str] = {
     SpanKind.UPDATE: "--c6",
     SpanKind.ENCODE: "--r6",
     SpanKind.LOAD: "--soft",
+    SpanKind.SCORE: "--r4",
     SpanKind.WAIT: "--rule",
 }
 """CSS variable of each kind of span, on every page that shows time by rank."""

@@ -21,7 +21,7 @@ from rayfcp.values.plan import (
     Transfer,
 )
 from rayfcp.values.profile import AdapterProfile, HardwareProfile, ModelProfile, VisionProfile
-from rayfcp.values.report import EvalResult, Imbalance, SourceReport, Span, SpanKind, StepReport
+from rayfcp.values.report import EvalResult, Imbalance, PairStats, SourceReport, Span, SpanKind, StepReport
 from rayfcp.values.sequence import Images, SequenceSpec
 from rayfcp.values.state import KeptStates, ShardHeader, StateId
 
@@ -50,6 +50,7 @@ __all__ = [
     "ModelProfile",
     "Move",
     "Pacing",
+    "PairStats",
     "PipelinePlan",
     "Primitive",
     "Round",

@@ -27,13 +27,15 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
     """Samples of one step in sampler order. Sequence id in a plan = position in `samples`. `sources`: names of the
-    sources of a mixture; `source_of`: number of each sample's source in it."""
+    sources of a mixture; `source_of`: number of each sample's source in it. `reference`: sums of the loss's terms of
+    each sample by the reference model, if the loss has one."""
 
     step: int
     epoch: int
     samples: tuple[Sample, ...]
     sources: tuple[str, ...] = ()
     source_of: tuple[int, ...] = ()
+    reference: tuple[float, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -52,6 +52,21 @@ class SourceReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairStats:
+    """Rewards of pairs of answers: means of the chosen and of the rejected ones, and the share of pairs of which the
+    chosen one has the higher reward."""
+
+    chosen: float
+    rejected: float
+    accuracy: float
+
+    @property
+    def margin(self) -> float:
+        """How much higher the chosen ones are."""
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
@@ -61,7 +76,8 @@ class StepReport:
     the devices in use). `bubble`: share of rank time spent waiting for other ranks, their messages, gathers and
     reductions included (NaN on accelerators). `degrees`: groups per degree. `recovered`: the step ran again after a
     failure. `strategy`, `reason`: the strategy of the plan, and one sentence on why it was chosen. `eval`: the state
-    after the step on each evaluation set; `sources`: of a mixture, by name. Both are absent in the line if empty.
+    after the step on each evaluation set; `sources`: of a mixture, by name; `pairs`: of a loss of pairs. All are absent
+    in the line if empty.
     """
 
     step: int
@@ -90,12 +106,14 @@ class StepReport:
     reason: str = ""
     eval: dict[str, EvalResult] = field(default_factory=dict)
     sources: Mapping[str, SourceReport] = field(default_factory=dict)
+    pairs: PairStats | None = None
 
 
 class SpanKind(StrEnum):
     """Activity of a rank."""
 
     LOAD = "load"
+    SCORE = "score"
     ENCODE = "encode"
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -33,6 +33,8 @@ from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.devices.backend import EventClock, to_device
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses.base import BatchLoss
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.optimization import make_optimizer, totals, update
 from rayfcp.execute.parallel import transport as transports
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
@@ -194,7 +196,8 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
         for version in range(num_steps):
             copies.drop(KeptStates(since=StateId(version=version - 1, generation=0)))
             optimizer.zero_grad(set_to_none=True)
-            done = interpreter.enqueue(programs[rank], CaseTokens(case), loss_scale=1.0 / case.num_targets)
+            loss = BatchLoss(loss=CrossEntropy(), scale=1.0 / case.num_targets)
+            done = interpreter.enqueue(programs[rank], CaseTokens(case), loss=loss)
             grads = {name: each.grad.inner.clone() for name, each in model.named_parameters()}
             sums = totals(alone, model, loss_sum=done.loss_sum)
             snapshots.hold_update()

@@ -22,6 +22,8 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.memory import stage_state_bytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses.base import BatchLoss
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.optimization import totals
 from rayfcp.execute.parallel import groups
 from rayfcp.execute.parallel.groups import POINT_TO_POINT, MeshPosition, join_process_groups, leave_process_groups
@@ -168,7 +170,7 @@ def _record(case: StagedCase, device: int) -> tuple[list[Event], list[Event]]:
         pipes=pipes_of(world, dtype=case.run.dtype),
     )
     with recording() as step:
-        done = interpreter.enqueue(case.programs[device], CaseTokens(case), loss_scale=1.0)
+        done = interpreter.enqueue(case.programs[device], CaseTokens(case), loss=BatchLoss(loss=CrossEntropy()))
         totals(world, model, loss_sum=done.loss_sum)
     assert set(dist.distributed_c10d._world.pg_map) == made, "a group made in a step, whose communicator would be new"
     leave_process_groups(world)

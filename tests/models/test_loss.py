@@ -1,5 +1,6 @@
 """The loss behind the head: the same numbers as autograd's, few logits at a time, computed once, no waiting."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,19 +13,20 @@ from torch.utils._pytree import tree_leaves
 
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_bytes, loss_chunk_tokens
 from rayfcp.data.rows import IGNORED
-from rayfcp.execute.parallel.sharding import SourceLosses
-from rayfcp.models.causal_lm import cross_entropy_sum, head_loss
+from rayfcp.execute.losses.base import Targets
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
+from rayfcp.models.causal_lm import head_loss, weighted_terms
 from rayfcp.values import ModelProfile
 from tests.examples import examples
 from tests.execute.live import LiveBytes
 
-Inputs = tuple[nn.Linear, Tensor, Tensor]
+Inputs = tuple[nn.Linear, Tensor, Targets]
 
 
 def inputs(
     num_tokens: int, *, hidden_size: int = 12, vocab: int = 31, bias: bool = False, dtype: torch.dtype = torch.float64
 ) -> Inputs:
-    """A head, hidden states and targets, a third of which do not count."""
+    """A head, hidden states and targets, a third of which do not count, and each second of which has a weight."""
     generator = torch.Generator().manual_seed(num_tokens)
     head = nn.Linear(hidden_size, vocab, bias=bias, dtype=dtype)
     with torch.no_grad():
@@ -33,7 +35,14 @@ def inputs(
     hidden = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
     targets[torch.rand(num_tokens, generator=generator) < 0.3] = IGNORED
-    return head, hidden, targets
+    weights = torch.randn(num_tokens, generator=generator, dtype=torch.float64) if num_tokens % 2 else None
+    return head, hidden, targets_of(targets, weights=weights)
+
+
+def targets_of(words: Tensor, *, weights: Tensor | None = None) -> Targets:
+    return Targets(
+        loss=CrossEntropy(), words=words, terms=torch.full((len(words),), torch.nan).double(), weights=weights
+    )
 
 
 def gradients(loss: Tensor, given: Inputs, *, scale: float) -> list[Tensor]:
@@ -42,13 +51,20 @@ def gradients(loss: Tensor, given: Inputs, *, scale: float) -> list[Tensor]:
     return list(torch.autograd.grad(loss * scale, [hidden, *head.parameters()]))
 
 
+def by_autograd(given: Inputs) -> Tensor:
+    """The weighted sum of cross entropies by torch alone."""
+    head, hidden, targets = given
+    each = torch.nn.functional.cross_entropy(head(hidden), targets.words, ignore_index=IGNORED, reduction="none")
+    return each.sum() if targets.weights is None else (each * targets.weights).sum()
+
+
 @examples(40)
 @given(num_tokens=st.integers(1, 40), chunk=st.integers(1, 45), bias=st.booleans(), scale=st.floats(-2.0, 2.0))
 def test_loss_and_gradients_are_autograd_s(num_tokens: int, chunk: int, bias: bool, scale: float) -> None:
     made = inputs(num_tokens, bias=bias)
     found, want = (
-        head_loss(*made[:2], targets=made[2], chunk_tokens=chunk),
-        cross_entropy_sum(*made[:2], targets=made[2]),
+        head_loss(*made, chunk_tokens=chunk),
+        by_autograd(made),
     )
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
     pairs = zip(gradients(found, made, scale=scale), gradients(want, made, scale=scale), strict=True)
@@ -58,15 +74,15 @@ def test_loss_and_gradients_are_autograd_s(num_tokens: int, chunk: int, bias: bo
 
 @examples(20)
 @given(num_tokens=st.integers(1, 40), chunk=st.integers(1, 45))
-def test_losses_by_source_are_those_of_its_tokens(num_tokens: int, chunk: int) -> None:
+def test_terms_are_those_of_single_tokens(num_tokens: int, chunk: int) -> None:
     head, hidden, targets = inputs(num_tokens)
-    rows = torch.arange(num_tokens) % 3
-    losses = SourceLosses(rows=rows, sums=torch.zeros(4, dtype=torch.float64))
-    whole = head_loss(head, hidden, targets=targets, chunk_tokens=chunk, by_source=losses)
-    each = cross_entropy_sum(head, hidden, targets=targets, reduction="none")
-    want = torch.stack([each[rows == source].sum() for source in range(4)])
-    torch.testing.assert_close(losses.sums, want.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(whole, losses.sums.sum(), rtol=1e-12, atol=1e-12)
+    want = torch.nn.functional.cross_entropy(head(hidden), targets.words, ignore_index=IGNORED, reduction="none")
+    for compute in (partial(head_loss, chunk_tokens=chunk), weighted_terms):
+        whole = compute(head, hidden, targets)
+        torch.testing.assert_close(targets.terms, want.detach(), rtol=1e-12, atol=1e-12)
+        weights = 1.0 if targets.weights is None else targets.weights
+        torch.testing.assert_close(whole, (weights * want).sum(), rtol=1e-11, atol=1e-12)
+        targets.terms.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,11 +93,11 @@ def test_narrow_numbers_stay_near_wide_ones(dtype: torch.dtype) -> None:
     wide: Inputs = (nn.Linear(12, 31, bias=False, dtype=torch.float64), made[1].detach().double(), made[2])
     wide[0].load_state_dict(made[0].state_dict())
     wide[1].requires_grad_()
-    found, want = head_loss(*made[:2], targets=made[2], chunk_tokens=20), cross_entropy_sum(*wide[:2], targets=wide[2])
+    found, want = head_loss(*made, chunk_tokens=20), by_autograd(wide)
     assert found.dtype is torch.float32
     bound = 1e-6 if dtype is torch.float32 else 4e-3
     assert float(found.detach()) == pytest.approx(float(want.detach()), rel=bound)
-    unscaled = gradients(head_loss(*made[:2], targets=made[2], chunk_tokens=20), made, scale=1.0)
+    unscaled = gradients(head_loss(*made, chunk_tokens=20), made, scale=1.0)
     scaled, exact = gradients(found, made, scale=scale), gradients(want, wide, scale=scale)
     for own, alike, theirs in zip(scaled, unscaled, exact, strict=True):
         assert own.dtype is dtype
@@ -92,7 +108,7 @@ def test_narrow_numbers_stay_near_wide_ones(dtype: torch.dtype) -> None:
 
 def test_targets_that_do_not_count_cost_nothing() -> None:
     head, hidden, targets = inputs(9)
-    loss = head_loss(head, hidden, targets=torch.full_like(targets, IGNORED), chunk_tokens=4)
+    loss = head_loss(head, hidden, targets_of(torch.full_like(targets.words, IGNORED)), chunk_tokens=4)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert not hidden.grad.any() and not head.weight.grad.any()
@@ -118,7 +134,7 @@ def test_logits_are_few_and_computed_once_and_nothing_waits() -> None:
     chunk, chunks, vocab = 16, 5, 200
     made = inputs(chunk * chunks, vocab=vocab, dtype=torch.float32)
     with Recorded() as recorded:
-        head_loss(*made[:2], targets=made[2], chunk_tokens=chunk).backward()
+        head_loss(*made, chunk_tokens=chunk).backward()
     assert recorded.most_elements == chunk * vocab
     products = [name for name in recorded.names if name in ("aten::mm", "aten::addmm", "aten::addmm_")]
     assert len(products) == 3 * chunks  # logits, gradients of hidden states, gradients of weights
@@ -155,7 +171,7 @@ def test_memory_is_what_the_memory_model_counts(dtype: torch.dtype) -> None:
     )
     made = inputs(2 * chunk, vocab=vocab, hidden_size=hidden_size, dtype=dtype)
     with Peak(lambda: [made[0].weight, made[1]]) as live:
-        loss = head_loss(*made[:2], targets=made[2], chunk_tokens=chunk)
+        loss = head_loss(*made, chunk_tokens=chunk)
         forward = live.peak_bytes - made[1].nbytes
         live.peak_bytes = 0
         loss.backward()

@@ -9,8 +9,9 @@ import torch
 from rayfcp.config.models import PlanConfig
 from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses.base import BatchLoss
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.transport import Fabric
-from rayfcp.execute.scoring import sums_by_sequence
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies.registry import names
@@ -124,8 +125,8 @@ def test_losses_of_evaluation_are_those_of_training(family: str) -> None:
         def work(rank: int, fabric: Fabric = fabric, programs: Programs = programs, sums: torch.Tensor = sums) -> None:
             transport = InProcessTransport(fabric, rank)
             interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=model)
-            scored = interpreter.score(programs[rank], shown, images=shown)
-            sums[rank] = sums_by_sequence(scored, num_sequences=len(shown.rows), device=torch.device("cpu"))
+            loss = BatchLoss(loss=CrossEntropy(), row_of=range(len(shown.rows)), num_rows=len(shown.rows))
+            sums[rank] = interpreter.score(programs[rank], shown, images=shown, loss=loss).row_sums
 
         run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
         assert float(sums.sum()) / shown.num_targets == pytest.approx(want, rel=1e-9), (family, at)

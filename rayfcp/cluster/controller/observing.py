@@ -28,6 +28,9 @@ class TimedGroup:
     speed: float = 1.0
 
 
+_OTHER_SPANS = (SpanKind.UPDATE, SpanKind.SCORE)
+"""Spans of a step beside those of its program."""
+
 TimedGroups = tuple[tuple[TimedGroup, ...], ...]
 """Groups by microbatch."""
 
@@ -93,13 +96,18 @@ def _whole_step(groups: TimedGroups, ranks: Sequence[DeviceReport]) -> list[Obse
     slowest = [max(in_microbatch, key=lambda group: group.predicted_s) for in_microbatch in groups]
     at_speed_1_s = sum(group.predicted_s * group.speed for group in slowest)
     share = at_speed_1_s / max(sum(group.predicted_s for group in slowest), 1e-300)
-    step_s = max(report.step_s for report in ranks)
+    step_s = max(report.step_s - _scored_s(report) for report in ranks)
     return [Observation(groups=tuple(group.part for group in slowest), seconds=step_s * share)]
 
 
 def _pass_s(report: DeviceReport, microbatch: int) -> float:
     labels = {f"{kind.value} {microbatch}" for kind in (SpanKind.FORWARD, SpanKind.BACKWARD)}
     return sum(span.duration_s for span in report.spans if span.label in labels)
+
+
+def _scored_s(report: DeviceReport) -> float:
+    """Seconds of the forward pass before the step's programs, which a loss of pairs takes."""
+    return sum(span.duration_s for span in report.spans if span.kind is SpanKind.SCORE)
 
 
 def own_seconds(loads: Loads, *, cost: CostModel) -> tuple[float, ...]:
@@ -136,7 +144,7 @@ def rank_seconds(
         return ()
     slowest: dict[int, tuple[float, float]] = {}
     for report in devices:
-        passes_s = sum(span.duration_s for span in report.spans if span.kind is not SpanKind.UPDATE)
+        passes_s = sum(span.duration_s for span in report.spans if span.kind not in _OTHER_SPANS)
         own_s = max(passes_s - report.message_s - sum(report.gather_s), 0.0)
         found = predicted_s[report.stage * num_ranks + report.rank], own_s
         before = slowest.setdefault(report.rank, found)

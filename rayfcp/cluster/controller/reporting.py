@@ -287,6 +287,7 @@ def step_report(
         samples_hash=batch.samples_hash,
         recovered=recovered,
         sources=_sources(batch, ranks),
+        pairs=ranks[0].pairs,
     )
 
 
@@ -299,7 +300,7 @@ def _sources(batch: GlobalBatch, ranks: Sequence[DeviceReport]) -> dict[str, Sou
             num_sequences=num_sequences,
             num_tokens=num_tokens,
             num_targets=num_targets,
-            loss=loss_sum / num_targets if num_targets else math.nan,
+            loss=loss_sum / num_targets if num_targets and ranks[0].pairs is None else math.nan,
         )
     return found
 

@@ -130,9 +130,9 @@ class PlanRecord:
     """Summary of a plan for the controller; the programs go from planner to workers directly.
 
     `plan_s`: from lengths to BatchPlan, simulation of the candidates of `auto` included. `prepare_s`: from lengths to
-    checked programs that are serialized. `model_flops`, `attention_flops`: forward and backward of the
-    batch. `groups`: groups for refitting the cost model; `own_s`: predicted busy seconds of each rank and stage
-    (`own_seconds`).
+    checked programs that are serialized. `predicted_s`: with the forward pass before, where the loss is one of pairs.
+    `model_flops`, `attention_flops`: forward and backward of the batch, without that pass. `groups`: groups for
+    refitting the cost model; `own_s`: predicted busy seconds of each rank and stage (`own_seconds`).
     """
 
     step: int
@@ -225,11 +225,13 @@ class Planner:
         check_progress(programs, forward_only=forward_only)
         record = self._record(plan, sequences, cluster=cluster, cost=cost, placements=placements)
         share = 1 / FORWARD_AND_BACKWARD if forward_only else 1.0
+        passes = 1 + 1 / FORWARD_AND_BACKWARD if self._config.loss.is_of_pairs and not forward_only else 1.0
         record = replace(
             record,
             step=batch.step,
             plan_hash=programs.plan_hash,
             plan_s=plan_s,
+            predicted_s=passes * record.predicted_s,
             model_flops=share * record.model_flops,
             attention_flops=share * record.attention_flops,
         )

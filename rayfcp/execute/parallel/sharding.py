@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -119,27 +118,12 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLosses:
-    """Sums of losses by source of a mixture, `sums` `[sources]`, to which the head adds those of its tokens, whose
-    sources are `rows` `[tokens]`."""
-
-    rows: Tensor
-    sums: Tensor
-
-    @torch.no_grad()
-    def add(self, losses: Tensor, *, start: int) -> None:
-        """Add the losses of the tokens from `start` on."""
-        self.sums.index_add_(0, self.rows[start : start + len(losses)], losses.detach().to(self.sums))
-
-
 class StageModule(nn.Module):
     """One device's part of a model, as `Interpreter` runs it: all layers or those of one stage, sharded or whole, and
     the vision encoder if the model has one.
 
     A call passes `inputs`, `positions`, `targets`, the attention context, whether logits may be kept since the backward
-    pass comes next, and features that replace the embeddings of image tokens; where none comes, also that losses are
-    wanted by token; see `CausalLM.forward`. With a mixture the last stage also gets `by_source`, its `SourceLosses`.
+    pass comes next, and features that replace the embeddings of image tokens; see `CausalLM.forward`.
 
     `partial_names`: parameters whose gradients are partial, since all tensor-parallel devices hold copies.
     `shared_matrix`: tied embedding and head, on the first and last of several stages. `occasional`: trained parameters
