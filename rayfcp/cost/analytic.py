@@ -48,7 +48,7 @@ def efficiency_with_sums(
     return hardware.linear_efficiency * linear_s / (linear_s + moved_s)
 
 
-FORWARD_AND_BACKWARD, FROZEN_FORWARD_AND_BACKWARD = 3.0, 2.0
+FORWARD_AND_BACKWARD = 3.0
 
 
 def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
@@ -60,8 +60,7 @@ def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> f
 def model_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
     """Forward and backward FLOPs of the whole model, output head and vision encoder included. Frozen weights beside
     adapters have no gradients."""
-    both = FORWARD_AND_BACKWARD if model.adapter is None else FROZEN_FORWARD_AND_BACKWARD
-    linear = both * model.linear_flops_per_token * sum(each.num_tokens for each in sequences)
+    linear = (1 + model.linear_backward) * model.linear_flops_per_token * sum(each.num_tokens for each in sequences)
     runs = [run for sequence in sequences for run in sequence.images]
     num_patches, pairs = sum(run.count * run.num_patches for run in runs), sum(run.encoder_pairs for run in runs)
     return linear + attention_flops(model, sequences) + vision_flops(model, num_patches=num_patches, pairs=pairs)
@@ -91,7 +90,8 @@ def recomputed_flops(model: ModelProfile, *, again: int) -> tuple[float, float]:
     """FLOPs per pair of attention and per token of linear layers, forward and backward, of which `again` layers run
     forward once more (without attention if that is kept)."""
     attention = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers)
-    return attention, model.linear_flops_per_token * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
+    linear = model.linear_flops_per_token * (1 + model.linear_backward)
+    return attention, linear + 2.0 * again * model.layer_matmul_parameters
 
 
 def ring_bytes(model: ModelProfile, *, again: int, bytes_per_element: int) -> tuple[int, int, int]:
@@ -132,6 +132,7 @@ def coefficients(
         "overlap": hardware.overlap,
         "attention_forward": 1 / (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers),
         "linear_forward": _linear_forward(model, again=again, rate=linear_rate, num_stages=len(layers_of_stage)),
+        "linear_backward": model.linear_backward,
         "recomputed_layers": again,
         "keeps_attention": model.keeps_attention,
         "num_heads": model.num_heads,
@@ -154,9 +155,10 @@ def _linear_forward(model: ModelProfile, *, again: int, rate: float, num_stages:
     """Share of linear layers in forward. Of a single stage, all of the head: a rank that is slow in forward has many
     tokens and much to do in the head, and run-ahead counts from the start of backward's first layer."""
     token_s, layer_s = model.linear_flops_per_token / rate, 2.0 * model.layer_matmul_parameters / rate  # forward
-    all_s = token_s * (1 + LINEAR_BACKWARD) + again * layer_s
-    backward_s = LINEAR_BACKWARD * (model.num_layers * layer_s if num_stages == 1 else token_s)
-    return ((1 + LINEAR_BACKWARD) * token_s - backward_s) / all_s
+    both = 1 + model.linear_backward
+    all_s = token_s * both + again * layer_s
+    backward_s = model.linear_backward * (model.num_layers * layer_s if num_stages == 1 else token_s)
+    return (both * token_s - backward_s) / all_s
 
 
 def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
@@ -199,7 +201,7 @@ def _shards(
     if len(layers_of_stage) > 1:
         return found
     gather_s, reduce_s = parameter_s(hardware, **sizes)
-    layer_s = model.layer_parameters * (gathered * gather_s + reduced * reduce_s)
+    layer_s = gathered * model.layer_parameters * gather_s + reduced * model.trained_layer_parameters * reduce_s
     return found | {"ahead": hardware.overlap / model.num_layers, "ahead_s": hardware.overlap * layer_s}
 
 
@@ -216,21 +218,24 @@ class ShardTraffic:
     reduced_exposed_s: float
 
     @classmethod
-    def of(cls, layers: int, *, layer: int, outer: int, per: tuple[float, float], kept: bool) -> "ShardTraffic":
-        """Traffic of `layers` of `layer` parameters and `outer` beside them, at `parameter_s` `per` parameter.
+    def of(
+        cls, layers: int, *, layer: int, outer: int, trained: tuple[int, int], per: tuple[float, float], kept: bool
+    ) -> "ShardTraffic":
+        """Traffic of `layers` of `layer` parameters and `outer` beside them, of which the `trained` ones have
+        gradients, at `parameter_s` `per` parameter.
 
         Layers are gathered for forward and for backward, the others once, and gradients are scattered. The others and
         the first layer come before anything computes, and their gradients go when nothing does any more. A backward
         pass begins with a last layer that is still gathered (`kept`), or with nothing to hide that one behind.
         """
-        gather_s, reduce_s = per
+        (gather_s, reduce_s), (trained_layer, trained_outer) = per, trained
         return cls(
             forward_s=(layers * layer + outer) * gather_s,
             backward_s=(layers - kept) * layer * gather_s,
-            reduced_s=(layers * layer + outer) * reduce_s,
+            reduced_s=(layers * trained_layer + trained_outer) * reduce_s,
             exposed_s=(outer + layer) * gather_s,
             backward_exposed_s=0.0 if kept else layer * gather_s,
-            reduced_exposed_s=(outer + layer) * reduce_s,
+            reduced_exposed_s=(trained_outer + trained_layer) * reduce_s,
         )
 
     def fields(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
@@ -258,7 +263,12 @@ def shard_traffic(
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
     return tuple(
         ShardTraffic.of(
-            layers, layer=model.layer_parameters, outer=own, per=per, kept=stage == len(layers_of_stage) - 1
+            layers,
+            layer=model.layer_parameters,
+            outer=own,
+            trained=(model.trained_layer_parameters, own if model.adapter is None else 0),
+            per=per,
+            kept=stage == len(layers_of_stage) - 1,
         )
         for stage, (layers, own) in enumerate(zip(layers_of_stage, outer, strict=True))
     )

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import LINEAR_BACKWARD
 from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, speeds_of
@@ -61,7 +60,7 @@ class Passes(NamedTuple):
         """Seconds of the head's forward and backward."""
         assert cost.pipeline is not None, "stages have a cost"
         both = cost.pipeline.head_s_per_token * self.rank_tokens / self.speed
-        forward_s = both / (1 + LINEAR_BACKWARD)
+        forward_s = both / (1 + cost.linear_backward)
         return forward_s, both - forward_s
 
     def layer_s(self, cost: CostModel) -> Floats:

@@ -146,6 +146,7 @@ class CostModel:
 
     Shares of the forward pass: `attention_forward` of attention, `linear_forward` of linear layers (the head whole) and
     of the fixed cost, `ring_forward` of what a ring moves, `passes_forward` of latencies and exchanges;
+    `linear_backward`: seconds of linear layers in backward, without recomputation, over those in forward;
     `ring_returned`: share of gradients on their way home in what a ring moves.
 
     Run-ahead: ranks meet in every layer of either pass to gather and reduce shards, a layer late. A rank that is fast
@@ -172,6 +173,7 @@ class CostModel:
     reduce_s: float = 0.0
     exposed_s: float = 0.0
     reduce_exposed_s: float = 0.0
+    linear_backward: float = 2.0
     recomputed_layers: int = 0
     keeps_attention: bool = False
     overlap: float = 1.0

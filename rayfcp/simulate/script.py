@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rayfcp.cost.analytic import LINEAR_BACKWARD
 from rayfcp.program import Backward, Receive, Send, StageFlow
 from rayfcp.simulate.machine import Machine, StageModel
 from rayfcp.simulate.replay import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT
@@ -136,12 +135,12 @@ class ScriptWriter:
         reduced: list[int] = []
         gather, self.kept = self._gather_layer(kept=self.kept), False
         if self.part.last:
-            self.linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
+            self.linear(microbatch, machine.head_s_per_token * machine.model.linear_backward)
 
         def one(number: int, recorded: bool) -> None:
             self._layer(microbatch, number=number, recorded=recorded, backward=True)
             if item.reduce:
-                self.reduce(machine.model.layer_parameters, after=reduced)
+                self.reduce(machine.model.trained_layer_parameters, after=reduced)
 
         def again(number: int, recorded: bool) -> None:
             if attends:
@@ -158,7 +157,7 @@ class ScriptWriter:
             self.row(key, numbers=later, first=gather, last=True, layer=again, records=not plain)
         computed = self.mark()
         if item.reduce:
-            self.reduce(self.part.root_parameters, after=reduced)
+            self.reduce(self.part.root_parameters if machine.model.adapter is None else 0, after=reduced)
             self.wait(reduced[-1])
         return computed
 
@@ -199,7 +198,7 @@ class ScriptWriter:
         linear_s = self.machine.linear_s_per_token
         first, second = self.machine.before_share, 1 - self.machine.before_share
         if backward:
-            linear_s, first, second = LINEAR_BACKWARD * linear_s, second, first
+            linear_s, first, second = self.machine.model.linear_backward * linear_s, second, first
         self.linear(microbatch, linear_s * first)
         self.attend(number, recorded=recorded)
         self.linear(microbatch, linear_s * second)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, LINEAR_BACKWARD
+from rayfcp.cost.analytic import FORWARD_AND_BACKWARD
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import taken
 from rayfcp.program import Forward, Programs, check_progress, lower
@@ -131,7 +131,7 @@ def _amounts(
     pairs = float(_layer_pairs(machine, traffic)[:, : machine.num_ranks].sum()) - padded * machine.model.num_layers
     flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_pair / machine.model.num_layers * pairs
     num_tokens = sum(sum(row) for row in of_ranks)
-    linear_flops = FORWARD_AND_BACKWARD * machine.model.linear_flops_per_token * num_tokens
+    linear_flops = (1 + machine.model.linear_backward) * machine.model.linear_flops_per_token * num_tokens
     return {
         "loads": replace(loads, encoder_s=_rows(encoded.seconds(machine))) if encoded else loads,
         "num_tokens": num_tokens,
@@ -193,8 +193,8 @@ def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, h
     passes = _passes(machine, np.where(kept, 0, again))
     exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
     attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
-    times = layers * (1 + LINEAR_BACKWARD) + again
-    linear_s = machine.linear_s_per_token * times + last * machine.head_s_per_token * (1 + LINEAR_BACKWARD)
+    both = 1 + machine.model.linear_backward
+    linear_s = machine.linear_s_per_token * (layers * both + again) + last * machine.head_s_per_token * both
     compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
     moved = traffic.message_bytes * np.concatenate((passes, exchanges))[traffic.message_pass, traffic.messages.source]
     in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.layer_kinds))

@@ -162,6 +162,18 @@ class ModelProfile:
         """Parameters in matrices that are trained: all, or those of adapters."""
         return self.num_layers * self.adapter.layer_parameters if self.adapter else self.num_parameters
 
+    @property
+    def trained_layer_parameters(self) -> int:
+        """Parameters of one layer in matrices whose gradients are computed and reduced."""
+        return self.adapter.layer_parameters if self.adapter else self.layer_parameters
+
+    @property
+    def linear_backward(self) -> float:
+        """FLOPs of backward over those of forward, outside attention: gradients of inputs, and of trained weights."""
+        if self.adapter is None:
+            return 2.0
+        return 1.0 + 2.0 * self.num_layers * self.adapter.layer_parameters / self.linear_flops_per_token
+
     def frozen_bytes(self, bytes_per_element: int) -> int:
         """Bytes of the weights that are not trained."""
         packed = self.num_layers * (self.adapter.packed_parameters if self.adapter else 0)

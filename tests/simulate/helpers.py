@@ -76,9 +76,16 @@ def lone_group(num_tokens: int, *, degree: int, primitive: Primitive = Primitive
     return lower(plan, specs([num_tokens]))
 
 
-def cost_of(hardware: HardwareProfile, *, num_ranks: int, recomputed_layers: int = 0, keeps: bool = False) -> CostModel:
+def cost_of(
+    hardware: HardwareProfile,
+    *,
+    num_ranks: int,
+    recomputed_layers: int = 0,
+    keeps: bool = False,
+    model: ModelProfile = MODEL,
+) -> CostModel:
     return CostModel.from_profiles(
-        replace(MODEL, keeps_attention=keeps),
+        replace(model, keeps_attention=keeps),
         hardware,
         num_ranks=num_ranks,
         recomputed_layers=recomputed_layers,

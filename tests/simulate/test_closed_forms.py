@@ -8,25 +8,49 @@ from rayfcp.cost.analytic import ATTENTION_BACKWARD
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.program import Programs, lower
 from rayfcp.simulate import simulate
-from rayfcp.values import Block, ClusterSpec, Layout, Primitive, Round, Transfer
+from rayfcp.values import AdapterProfile, Block, ClusterSpec, Layout, ModelProfile, Primitive, Round, SpanKind, Transfer
 from tests.masks import specs
 from tests.simulate.helpers import MODEL, cost_of, exposed_sharding_s, lone_group, machine, plan_of, root_parameters
 
+ADAPTED = replace(MODEL, adapter=AdapterProfile(layer_parameters=1_500, token_elements=64))
 THIN = replace(MODEL, hidden_size=1, ffn_size=1, vocab_size=1)
 """Next to no parameters, so that shards are not seen."""
 
 
 @pytest.mark.parametrize(("recomputed_layers", "keeps"), [(0, False), (1, False), (4, False), (3, True)])
 @pytest.mark.parametrize("half_tokens", [0.0, 37.0])
-def test_one_rank_takes_what_the_cost_model_says(recomputed_layers: int, keeps: bool, half_tokens: float) -> None:
+@pytest.mark.parametrize("model", [MODEL, ADAPTED])
+def test_one_rank_takes_what_the_cost_model_says(
+    recomputed_layers: int, keeps: bool, half_tokens: float, model: ModelProfile
+) -> None:
     hardware = machine(attention_half_tokens=half_tokens, linear_half_tokens=half_tokens / 2)
-    cost = cost_of(hardware, num_ranks=1, recomputed_layers=recomputed_layers, keeps=keeps)
+    cost = cost_of(hardware, num_ranks=1, recomputed_layers=recomputed_layers, keeps=keeps, model=model)
     sequences = specs([5, 300, 41, 1, 77, 120])
     plan = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=300), cost=cost)
     assert len(plan.microbatches) > 1
-    timeline = simulate(lower(plan, sequences), model=MODEL, hardware=hardware)
+    timeline = simulate(lower(plan, sequences), model=model, hardware=hardware)
     assert timeline.iteration_s == pytest.approx(plan.predicted_s, rel=1e-9)
     assert timeline.breakdown.compute == pytest.approx(timeline.iteration_s, rel=1e-12)
+
+
+def test_frozen_weights_have_no_gradients_to_compute_or_to_reduce() -> None:
+    """Adapters have both, and the weights beside them the gradients of their inputs; all are gathered."""
+    hardware, adapter = machine(overlap=0.0, latency_s=0.0), ADAPTED.adapter
+    assert adapter is not None
+    full, adapted = (cost_of(hardware, num_ranks=2, model=model) for model in (MODEL, ADAPTED))
+    more = 2.0 * ADAPTED.num_layers * adapter.layer_parameters
+    rate = hardware.peak_flops * hardware.linear_efficiency
+    assert full.linear_s_per_token == pytest.approx(3 * MODEL.linear_flops_per_token / rate)
+    assert adapted.linear_s_per_token == pytest.approx((2 * MODEL.linear_flops_per_token + 3 * more) / rate)
+    reduced = ADAPTED.num_layers * adapter.layer_parameters
+    assert adapted.reduce_s == pytest.approx(4 * reduced / 2 / hardware.intra_node_bandwidth)
+    assert full.reduce_s == pytest.approx(4 * MODEL.num_parameters / 2 / hardware.intra_node_bandwidth)
+    ends_s = [simulate(lone_group(400, degree=2), model=model, hardware=hardware) for model in (MODEL, ADAPTED)]
+    spans_s = [
+        sum(span.duration_s for span in each.spans if span.kind is SpanKind.REDUCE and span.rank == 0)
+        for each in ends_s
+    ]
+    assert spans_s[1] < spans_s[0] / 5
 
 
 @pytest.mark.parametrize("link", [1e9, 1e7, 1e6])

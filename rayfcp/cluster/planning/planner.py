@@ -225,7 +225,9 @@ class Planner:
         check_progress(programs, forward_only=forward_only)
         record = self._record(plan, sequences, cluster=cluster, cost=cost, placements=placements)
         share = 1 / FORWARD_AND_BACKWARD if forward_only else 1.0
-        passes = 1 + 1 / FORWARD_AND_BACKWARD if self._config.loss.is_of_pairs and not forward_only else 1.0
+        passes = 1.0
+        if self._config.loss.is_of_pairs and not forward_only:
+            passes += 1 / (1 + self._model.linear_backward)
         record = replace(
             record,
             step=batch.step,

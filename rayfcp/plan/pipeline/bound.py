@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayfcp.cost.analytic import ATTENTION_BACKWARD, LINEAR_BACKWARD
+from rayfcp.cost.analytic import ATTENTION_BACKWARD
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.values import ClusterSpec, SequenceSpec
 
@@ -32,7 +32,10 @@ def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
     """
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
-    attention, linear = (1 + ATTENTION_BACKWARD) * cost.attention_forward, (1 + LINEAR_BACKWARD) * cost.linear_forward
+    attention, linear = (
+        (1 + ATTENTION_BACKWARD) * cost.attention_forward,
+        (1 + cost.linear_backward) * cost.linear_forward,
+    )
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     pairs = sum(sequence.attention_pairs for sequence in sequences)
     head_s = pipeline.head_s_per_token * num_tokens
