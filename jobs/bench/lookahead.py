@@ -141,6 +141,7 @@ class Lengths(Index):
     """Sequences of drawn lengths; the index itself says that all are short, as workers know nothing of them."""
 
     drawn = np.random.default_rng(0).lognormal(7.0, 1.5, 1 << 20).astype(np.int64).clip(2, LONGEST)
+    num_draws = len(drawn)
 
     def __len__(self) -> int:
         return len(self.drawn)

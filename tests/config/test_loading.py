@@ -137,7 +137,7 @@ def refused(text: str) -> str:
         ("train: {eval_steps: 9}", "train.eval_steps is not a known key; it is called eval.every_steps here"),
         ("optimizer: {name: x}", "optimizer is not a known key; the optimizer is AdamW"),
         ("run: {qwerty: 1}", "run.qwerty is not a known key; run has name, dir, seed"),
-        ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, eval, cluster"),
+        ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, loss, eval, cluster"),
         ("train: 7", "train is 7, must be a section of keys"),
         ("3: 7", "3 is not a known key"),
         ("data: {paths: []}", "data.paths is missing, must be given"),

@@ -22,6 +22,7 @@ class Index:
     skipped: ClassVar[dict[str, int]] = {}
     named_bad_rows = ()
     has_images = False
+    num_draws, samples_per_draw = NUM_SAMPLES, 1
     lengths = np.full(NUM_SAMPLES, 128)
 
     def __len__(self) -> int:
