@@ -8,6 +8,8 @@ import torch
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses.base import Targets
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.build import random_model
 from rayfcp.plan import lay_out
@@ -56,7 +58,7 @@ def test_models(case: Case) -> None:
                 )
                 tokens, positions, targets = tokens_of(case, theirs[rank])
                 model = models[rank]
-                loss = model(tokens, positions, targets, context)
+                loss = model(tokens, positions, Targets.of(targets, loss=CrossEntropy()), context)
                 (loss / case.num_targets).backward()
                 losses[rank] += float(loss.detach()) / case.num_targets
 
