@@ -132,11 +132,8 @@ def coefficients(
         "overlap": hardware.overlap,
         "attention_forward": 1 / (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers),
         "linear_forward": _linear_forward(model, again=again, rate=linear_rate, num_stages=len(layers_of_stage)),
-        "linear_backward": model.linear_backward,
         "recomputed_layers": again,
-        "keeps_attention": model.keeps_attention,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
+        **{name: getattr(model, name) for name in ("linear_backward", "keeps_attention", "num_heads", "num_kv_heads")},
         "ranks_per_node": hardware.devices_per_node,
         **_links(model, hardware, again=again, bytes_per_element=bytes_per_element),
         **_shards(
@@ -219,16 +216,23 @@ class ShardTraffic:
 
     @classmethod
     def of(
-        cls, layers: int, *, layer: int, outer: int, trained: tuple[int, int], per: tuple[float, float], kept: bool
+        cls,
+        layers: int,
+        *,
+        layer: int,
+        outer: int,
+        per: tuple[float, float],
+        kept: bool,
+        trained: tuple[int, int] | None = None,
     ) -> "ShardTraffic":
-        """Traffic of `layers` of `layer` parameters and `outer` beside them, of which the `trained` ones have
-        gradients, at `parameter_s` `per` parameter.
+        """Traffic of `layers` of `layer` parameters and `outer` beside them, of which the `trained` ones (None: all)
+        have gradients, at `parameter_s` `per` parameter.
 
         Layers are gathered for forward and for backward, the others once, and gradients are scattered. The others and
         the first layer come before anything computes, and their gradients go when nothing does any more. A backward
         pass begins with a last layer that is still gathered (`kept`), or with nothing to hide that one behind.
         """
-        (gather_s, reduce_s), (trained_layer, trained_outer) = per, trained
+        (gather_s, reduce_s), (trained_layer, trained_outer) = per, trained or (layer, outer)
         return cls(
             forward_s=(layers * layer + outer) * gather_s,
             backward_s=(layers - kept) * layer * gather_s,
