@@ -15,6 +15,8 @@ from rayfcp.config.models import Config
 from rayfcp.cost.fit import PassShape
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.losses.base import Targets
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.models.build import DTYPES, WITHOUT_ADAPTERS, Initializer, compile_parts, empty_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
@@ -139,7 +141,7 @@ def _results(
     positions = torch.cat([torch.arange(length, device=parameter.device) for length in _LENGTHS])
     shape = PassShape(degree=1, lengths=_LENGTHS, layer_kinds=count_kinds(kinds_of_layers(text)))
     context = lone_context(shape, kernel=kernel)
-    out = model(tokens if model.stage.is_first else hidden, positions, tokens, context)
+    out = model(tokens if model.stage.is_first else hidden, positions, Targets.of(tokens, loss=CrossEntropy()), context)
     model.zero_grad()  # to None: what was returned before stays
     out.backward(torch.randn(out.shape, dtype=out.dtype, **drawn))
     gradients = {f"gradient of {name.removeprefix('model.')}": each.grad for name, each in model.named_parameters()}

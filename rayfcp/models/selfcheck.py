@@ -20,6 +20,8 @@ from rayfcp.cost.stages import split_layers
 from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import AttentionKernel, pick_kernel
+from rayfcp.execute.losses.base import Targets
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.transport import LoneTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
@@ -139,7 +141,8 @@ def _packed(
         positions, rows = [*positions, example.positions(model.model)], [*rows, example.ids]
     shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), layer_kinds=layer_kinds)
     context = lone_context(shape, kernel=pick_kernel("cpu"), recomputed_layers=_RECOMPUTED_LAYERS)
-    passed, targets = torch.cat(list(rows)), torch.cat([_shifted(row) for row in rows])
+    words = torch.cat([_shifted(row) for row in rows])
+    passed, targets = torch.cat(list(rows)), Targets.of(words, loss=CrossEntropy())
     axes = positions[-1].shape[:-1]
     where = torch.cat([each.expand(*axes, len(row)) for each, row in zip(positions, rows, strict=True)], dim=-1)
     for model in stages:
