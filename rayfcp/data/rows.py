@@ -45,6 +45,8 @@ class BadReason(StrEnum):
     MARKS_MISMATCH = "marks_mismatch"
     TOKEN_ACROSS_BORDER = "token_across_border"
     NO_TARGETS = "no_targets"
+    NO_PROMPT = "no_prompt"
+    EQUAL_ANSWERS = "equal_answers"
 
 
 class BadRowError(Exception):
