@@ -1,0 +1,224 @@
+"""Runs of DPO: the losses of the published formula in one process, whatever happens to the run; its reference model's
+log-probabilities are computed once, of what the run draws and nothing else, and never of trained weights."""
+
+import copy
+import json
+import math
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import rayfcp
+from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.workers.worker import DeviceWorker
+from rayfcp.config import Config, ConfigError
+from rayfcp.data import TokenReader
+from rayfcp.execute.interpreter import BatchTokens
+from rayfcp.execute.optimization import learning_rate, make_optimizer
+from rayfcp.execute.reports import BatchLosses, DeviceReport
+from rayfcp.models.build import random_model
+from rayfcp.program import Programs
+from rayfcp.telemetry.events import read_events
+from rayfcp.values import GlobalBatch
+from tests.cluster.recovering import Trouble
+from tests.cluster.runs import run_config, steps_of
+
+BETA, PAIRS, PER_STEP, STEPS = 0.5, 40, 3, 6
+COMPUTING = "log-probabilities of"
+
+
+def write_pairs(folder: Path, *, name: str = "pairs.jsonl", seed: int = 0, count: int = PAIRS) -> None:
+    """Questions with a friendly and an unfriendly answer, of unequal lengths."""
+    rng = random.Random(seed)
+    nice, rude = ["please", "gladly", "of course"], ["no", "never", "go away"]
+    rows = [
+        {
+            "prompt": f"{rng.choice(['open', 'close', 'clean'])} the door {'now ' * rng.randrange(30)}",
+            "chosen": " ".join(rng.choices(nice, k=rng.randrange(1, 20))),
+            "rejected": " ".join(rng.choices(rude, k=rng.randrange(1, 20))),
+        }
+        for _ in range(count)
+    ]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    write_pairs(folder)
+    return folder
+
+
+def config_of(folder: Path, name: str, *, loss: dict[str, Any] | None = None, **sections: Any) -> Config:
+    given: dict[str, Any] = {
+        "loss": {"type": "dpo", "beta": BETA} | (loss or {}),
+        "data": {"paths": [str(folder / "pairs.jsonl")], "global_batch_sequences": 2 * PER_STEP},
+        "train": {"steps": STEPS, "learning_rate": 1e-3},
+    }
+    for section, values in sections.items():
+        given[section] = given.get(section, {}) | values
+    return run_config(folder, name=name, **given)
+
+
+def sums_of(model: nn.Module, tokens: BatchTokens, batch: GlobalBatch) -> Tensor:
+    """Log-probabilities of the answers of a batch, `[samples]`, each alone."""
+    found = []
+    for number, sample in enumerate(batch.samples):
+        ids, targets = (torch.from_numpy(each) for each in tokens.read(number, start=0, stop=sample.num_tokens))
+        found.append(-F.cross_entropy(model(input_ids=ids[None]).logits[0], targets, reduction="sum"))
+    return torch.stack(found)
+
+
+def plain(config: Config, *, num_steps: int) -> tuple[list[float], nn.Module]:
+    """Losses of the published formula and the trained model, in one process, by the library, a sequence at a time."""
+    data_dir = prepared_data(config, log=lambda _: None)
+    data = open_dataset(config, data_dir=data_dir)
+    model = random_model(data.library, dtype="float32", seed=config.run.seed).model
+    model.set_attn_implementation("sdpa")
+    reference = copy.deepcopy(model)
+    optimizer, losses = make_optimizer(model, config.train), []
+    for step in range(1, num_steps + 1):
+        batch = data.sampler.batch(step)
+        tokens = BatchTokens(TokenReader.open(data_dir), batch)
+        with torch.no_grad():
+            before = sums_of(reference, tokens, batch)
+        chosen, rejected = (sums_of(model, tokens, batch) - before).unflatten(0, (-1, 2)).unbind(1)
+        loss = -F.logsigmoid(BETA * (chosen - rejected)).mean()
+        losses.append(float(loss))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.train)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+class DiesTwice(DeviceWorker):
+    """One of two is killed while it computes the reference model's log-probabilities, and another one in a step."""
+
+    def evaluate(self, programs: Programs, batch: GlobalBatch, *, place: int, **given: Any) -> BatchLosses:
+        self._die_once("evaluation", now=(batch.step, place) == (2, 1))
+        return super().evaluate(programs, batch, place=place, **given)
+
+    def step(self, programs: Programs, batch: GlobalBatch, *, place: int, **given: Any) -> DeviceReport:
+        self._die_once("step", now=(batch.step, place) == (3, 0))
+        return super().step(programs, batch, place=place, **given)
+
+    def _die_once(self, name: str, *, now: bool) -> None:
+        mark = Path(self._config.run_dir).parent / f"killed in {name}"
+        if now and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_losses_are_those_of_the_formula(folder: Path) -> None:
+    """Over losses in both parts of a run, a resume on stages that draws more, and down to the exported model."""
+    want, trained = plain(config_of(folder, "plain"), num_steps=STEPS)
+    config = config_of(
+        folder,
+        "run",
+        run={"dir": str(folder / "runs" / "run")},
+        data={"cache_dir": str(folder / ".data")},
+        train={"steps": 4},
+        cluster={"num_workers": [1, 2]},
+        elastic={"snapshot_every_steps": 1},
+    )
+    heard = Trouble()
+    FlexTrainer(config, worker=DiesTwice).fit(watcher=heard)
+    assert len(list((folder / "runs").glob("**/killed in *"))) == 2
+    (told,) = heard.said(COMPUTING)
+    assert told == f"log-probabilities of {4 * PER_STEP} pairs by the reference model"
+    assert [each.step for each in read_events(Path(config.run_dir) / "events.jsonl") if each.kind == "recovery"] == [2]
+
+    heard = Trouble()
+    staged = config.changed(cluster={"num_workers": 2, "pipeline_stages": 2}, train={"steps": STEPS})
+    FlexTrainer(staged).fit(watcher=heard)
+    assert heard.said(COMPUTING) == [f"log-probabilities of {2 * PER_STEP} pairs by the reference model"]
+    found = steps_of(staged)
+    assert [each.step for each in found] == list(range(1, STEPS + 1))
+    assert [each.loss for each in found] == pytest.approx(want, rel=1e-4)
+    assert found[0].loss == pytest.approx(math.log(2), rel=1e-6)
+    margins = [each.pairs.chosen - each.pairs.rejected for each in found if each.pairs is not None]
+    assert len(margins) == STEPS and margins[0] == pytest.approx(0, abs=1e-5) and margins[-1] > 0.1
+    assert not (Path(staged.run_dir) / ".reference").exists()
+
+    export_run(staged.run_dir, out_dir=folder / "exported")
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    rows = [list(b"close the door please"), list(b"no")]
+    probabilities = rayfcp.log_probs(
+        staged.run_dir, rows, overrides=["cluster.num_workers=1", "cluster.pipeline_stages=1"]
+    )
+    for row, own in zip(rows, probabilities, strict=True):
+        ids = torch.tensor(row)
+        for each in (model, trained):
+            with torch.no_grad():
+                known = each(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            assert own == pytest.approx(known.numpy(), rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_adapters_and_other_references(folder: Path) -> None:
+    """New adapters change nothing, so that their reference model is the one without; another model is another one."""
+    cache = {"cache_dir": str(folder / ".data")}
+    adapted = config_of(
+        folder, "adapted", data=cache, model={"lora": {"rank": 4}}, train={"steps": 3}, cluster={"num_workers": 1}
+    )
+    FlexTrainer(adapted.changed(model={"lora": {"rank": None}}, train={"steps": 1})).fit(watcher=Trouble())
+    heard = Trouble()
+    FlexTrainer(adapted.changed(run={"dir": str(folder / "adapted-2")}, train={"steps": 1})).fit(watcher=heard)
+    assert not heard.said(COMPUTING), "the sums are there already"
+    (first,) = steps_of(adapted.changed(run={"dir": str(folder / "adapted-2")}))
+    assert first.loss == pytest.approx(math.log(2), rel=1e-6)
+
+    export_run(adapted.run_dir, out_dir=folder / "other")
+    heard = Trouble()
+    other = config_of(folder, "other-run", data=cache, loss={"reference": str(folder / "other")}, train={"steps": 1})
+    FlexTrainer(other).fit(watcher=heard)
+    assert len(heard.said(COMPUTING)) == 1
+    batch = open_dataset(other, data_dir=prepared_data(other, log=lambda _: None)).sampler.batch(1)
+    tokens = BatchTokens(TokenReader.open(prepared_data(other, log=lambda _: None)), batch)
+    models = (
+        random_model(
+            open_dataset(other, data_dir=prepared_data(other, log=lambda _: None)).library, dtype="float32", seed=0
+        ).model,
+        AutoModelForCausalLM.from_pretrained(folder / "other"),
+    )
+    with torch.no_grad():
+        own, before = (sums_of(each, tokens, batch) for each in models)
+    chosen, rejected = (own - before).unflatten(0, (-1, 2)).unbind(1)
+    (step,) = steps_of(other)
+    assert step.loss == pytest.approx(float(-F.logsigmoid(BETA * (chosen - rejected)).mean()), rel=1e-4)
+    assert abs(step.loss - math.log(2)) > 1e-4
+    assert np.isfinite(step.grad_norm)
+
+
+def test_a_wrong_reference_is_one_line(folder: Path) -> None:
+    """Before anything is started."""
+    config = config_of(folder, "wrong")
+    library = random_model(
+        open_dataset(config, data_dir=prepared_data(config, log=lambda _: None)).library, dtype="float32", seed=0
+    )
+    library.model.resize_token_embeddings(64)
+    library.model.save_pretrained(folder / "small")
+    (folder / "empty").mkdir()
+    for reference, told in (
+        (str(folder / "nowhere"), "loss.reference is .*nowhere.* there is no such folder"),
+        (str(folder / "empty"), "loss.reference is .*empty"),
+        (str(folder / "small"), r"loss.reference is .* with a vocabulary of 64, must be \d+ as that of the model"),
+    ):
+        with pytest.raises(ConfigError, match=told) as caught:
+            FlexTrainer(config.changed(loss={"reference": reference}))
+        assert "\n" not in str(caught.value)
