@@ -10,7 +10,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from tests.cluster.runs import run_config, steps_of
 
 BETA, PAIRS, PER_STEP, STEPS = 0.5, 40, 3, 6
 COMPUTING = "log-probabilities of"
+ONE = {"num_workers": 1, "pipeline_stages": 1}
 
 
 def write_pairs(folder: Path, *, name: str = "pairs.jsonl", seed: int = 0, count: int = PAIRS) -> None:
@@ -80,13 +80,13 @@ def sums_of(model: nn.Module, tokens: BatchTokens, batch: GlobalBatch) -> Tensor
     return torch.stack(found)
 
 
-def plain(config: Config, *, num_steps: int) -> tuple[list[float], nn.Module]:
+def plain(config: Config, *, num_steps: int, reference: nn.Module | None = None) -> tuple[list[float], nn.Module]:
     """Losses of the published formula and the trained model, in one process, by the library, a sequence at a time."""
     data_dir = prepared_data(config, log=lambda _: None)
     data = open_dataset(config, data_dir=data_dir)
     model = random_model(data.library, dtype="float32", seed=config.run.seed).model
     model.set_attn_implementation("sdpa")
-    reference = copy.deepcopy(model)
+    reference = reference or copy.deepcopy(model)
     optimizer, losses = make_optimizer(model, config.train), []
     for step in range(1, num_steps + 1):
         batch = data.sampler.batch(step)
@@ -95,7 +95,7 @@ def plain(config: Config, *, num_steps: int) -> tuple[list[float], nn.Module]:
             before = sums_of(reference, tokens, batch)
         chosen, rejected = (sums_of(model, tokens, batch) - before).unflatten(0, (-1, 2)).unbind(1)
         loss = -F.logsigmoid(BETA * (chosen - rejected)).mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
         for group in optimizer.param_groups:
@@ -123,15 +123,13 @@ class DiesTwice(DeviceWorker):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_losses_are_those_of_the_formula(folder: Path) -> None:
-    """Over losses in both parts of a run, a resume on stages that draws more, and down to the exported model."""
-    want, trained = plain(config_of(folder, "plain"), num_steps=STEPS)
+@pytest.fixture(scope="module")
+def run(folder: Path, ray_cluster: None) -> Config:
+    """A run that loses a worker in both of its parts, and is resumed on stages, where it draws more pairs."""
     config = config_of(
         folder,
         "run",
         run={"dir": str(folder / "runs" / "run")},
-        data={"cache_dir": str(folder / ".data")},
         train={"steps": 4},
         cluster={"num_workers": [1, 2]},
         elastic={"snapshot_every_steps": 1},
@@ -139,70 +137,66 @@ def test_losses_are_those_of_the_formula(folder: Path) -> None:
     heard = Trouble()
     FlexTrainer(config, worker=DiesTwice).fit(watcher=heard)
     assert len(list((folder / "runs").glob("**/killed in *"))) == 2
-    (told,) = heard.said(COMPUTING)
-    assert told == f"log-probabilities of {4 * PER_STEP} pairs by the reference model"
-    assert [each.step for each in read_events(Path(config.run_dir) / "events.jsonl") if each.kind == "recovery"] == [2]
-
+    assert heard.said(COMPUTING) == [f"log-probabilities of {4 * PER_STEP} pairs by the reference model"]
+    events = read_events(Path(config.run_dir) / "events.jsonl")
+    assert [each.step for each in events if each.kind == "recovery"] == [2]
     heard = Trouble()
     staged = config.changed(cluster={"num_workers": 2, "pipeline_stages": 2}, train={"steps": STEPS})
     FlexTrainer(staged).fit(watcher=heard)
     assert heard.said(COMPUTING) == [f"log-probabilities of {2 * PER_STEP} pairs by the reference model"]
-    found = steps_of(staged)
+    assert not (Path(config.run_dir) / ".reference").exists()
+    return staged
+
+
+def test_losses_are_those_of_the_formula(folder: Path, run: Config) -> None:
+    """Down to the weights: the log-probabilities of what is exported are those of the model of one process."""
+    want, trained = plain(run, num_steps=STEPS)
+    found = steps_of(run)
     assert [each.step for each in found] == list(range(1, STEPS + 1))
     assert [each.loss for each in found] == pytest.approx(want, rel=1e-4)
     assert found[0].loss == pytest.approx(math.log(2), rel=1e-6)
     margins = [each.pairs.chosen - each.pairs.rejected for each in found if each.pairs is not None]
     assert len(margins) == STEPS and margins[0] == pytest.approx(0, abs=1e-5) and margins[-1] > 0.1
-    assert not (Path(staged.run_dir) / ".reference").exists()
 
-    export_run(staged.run_dir, out_dir=folder / "exported")
-    model = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    export_run(run.run_dir, out_dir=folder / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(folder / "exported")
     rows = [list(b"close the door please"), list(b"no")]
-    probabilities = rayfcp.log_probs(
-        staged.run_dir, rows, overrides=["cluster.num_workers=1", "cluster.pipeline_stages=1"]
-    )
-    for row, own in zip(rows, probabilities, strict=True):
+    one = ["cluster.num_workers=1", "cluster.pipeline_stages=1"]
+    for row, own in zip(rows, rayfcp.log_probs(run.run_dir, rows, overrides=one), strict=True):
         ids = torch.tensor(row)
-        for each in (model, trained):
+        for model in (exported, trained):
             with torch.no_grad():
-                known = each(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+                known = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
             assert own == pytest.approx(known.numpy(), rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_adapters_and_other_references(folder: Path) -> None:
-    """New adapters change nothing, so that their reference model is the one without; another model is another one."""
-    cache = {"cache_dir": str(folder / ".data")}
-    adapted = config_of(
-        folder, "adapted", data=cache, model={"lora": {"rank": 4}}, train={"steps": 3}, cluster={"num_workers": 1}
+def test_new_adapters_have_the_reference_of_the_base(folder: Path, run: Config) -> None:
+    """They change nothing, so that all sums are there already, and the first loss is that of equal models."""
+    adapted = run.changed(
+        run={"dir": str(folder / "runs" / "adapted")}, model={"lora": {"rank": 4}}, train={"steps": 1}, cluster=ONE
     )
-    FlexTrainer(adapted.changed(model={"lora": {"rank": None}}, train={"steps": 1})).fit(watcher=Trouble())
     heard = Trouble()
-    FlexTrainer(adapted.changed(run={"dir": str(folder / "adapted-2")}, train={"steps": 1})).fit(watcher=heard)
-    assert not heard.said(COMPUTING), "the sums are there already"
-    (first,) = steps_of(adapted.changed(run={"dir": str(folder / "adapted-2")}))
-    assert first.loss == pytest.approx(math.log(2), rel=1e-6)
+    FlexTrainer(adapted).fit(watcher=heard)
+    assert not heard.said(COMPUTING)
+    assert [each.loss for each in steps_of(adapted)] == [pytest.approx(math.log(2), rel=1e-6)]
 
-    export_run(adapted.run_dir, out_dir=folder / "other")
-    heard = Trouble()
-    other = config_of(folder, "other-run", data=cache, loss={"reference": str(folder / "other")}, train={"steps": 1})
-    FlexTrainer(other).fit(watcher=heard)
-    assert len(heard.said(COMPUTING)) == 1
-    batch = open_dataset(other, data_dir=prepared_data(other, log=lambda _: None)).sampler.batch(1)
-    tokens = BatchTokens(TokenReader.open(prepared_data(other, log=lambda _: None)), batch)
-    models = (
-        random_model(
-            open_dataset(other, data_dir=prepared_data(other, log=lambda _: None)).library, dtype="float32", seed=0
-        ).model,
-        AutoModelForCausalLM.from_pretrained(folder / "other"),
+
+def test_another_model_is_another_reference(folder: Path, run: Config) -> None:
+    """With an evaluation set, whose sums are computed too."""
+    export_run(run.run_dir, out_dir=folder / "reference")
+    other = run.changed(
+        run={"dir": str(folder / "runs" / "other")},
+        loss={"reference": str(folder / "reference")},
+        train={"steps": 1},
+        cluster=ONE,
     )
-    with torch.no_grad():
-        own, before = (sums_of(each, tokens, batch) for each in models)
-    chosen, rejected = (own - before).unflatten(0, (-1, 2)).unbind(1)
-    (step,) = steps_of(other)
-    assert step.loss == pytest.approx(float(-F.logsigmoid(BETA * (chosen - rejected)).mean()), rel=1e-4)
-    assert abs(step.loss - math.log(2)) > 1e-4
-    assert np.isfinite(step.grad_norm)
+    heard = Trouble()
+    FlexTrainer(other).fit(watcher=heard)
+    assert heard.said(COMPUTING) == [f"log-probabilities of {PER_STEP} pairs by the reference model"]
+    reference = AutoModelForCausalLM.from_pretrained(folder / "reference")
+    want, _ = plain(other, num_steps=1, reference=reference)
+    assert [each.loss for each in steps_of(other)] == pytest.approx(want, rel=1e-4)
+    assert abs(want[0] - math.log(2)) > 0.01
 
 
 def test_a_wrong_reference_is_one_line(folder: Path) -> None:
