@@ -3,12 +3,13 @@ interrupts runs again on the devices that are left, from the same state, with th
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import ElasticConfig
 from rayfcp.data.evaluation import EvalBatches
 from rayfcp.elastic.hang import StepTimes
@@ -16,7 +17,7 @@ from rayfcp.execute.reports import BatchLosses
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.live import RunState
-from rayfcp.telemetry.summary import number, seconds
+from rayfcp.telemetry.summary import result_text, seconds
 from rayfcp.values import ClusterSpec, EvalResult
 
 Results = Mapping[str, EvalResult]
@@ -33,15 +34,32 @@ class Evaluated:
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """An evaluation of the state after `step`: `next_batch` runs next. By set: losses of finished batches and their
-    targets. `done` is called with the results."""
+    """An evaluation of the state after `step`: `next_batch` runs next. By set: sums of terms of the sequences of
+    finished batches, by the state and by the reference model, and their targets. `done` is called with the results."""
 
     step: int
     done: Callable[[Results], None]
     began_s: float
     next_batch: int = 1
-    losses: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    reference: dict[str, list[float]] = field(default_factory=dict)
     targets: dict[str, int] = field(default_factory=dict)
+
+
+def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[float], num_targets: int) -> EvalResult:
+    """Result on a set by the sums of the terms of its sequences, and by those of the reference model if the loss has
+    one."""
+    if not loss.is_of_pairs:
+        return EvalResult(loss=math.fsum(sums) / max(num_targets, 1), tokens=num_targets)
+    import torch  # here, as no other loss needs it in the controller
+
+    from rayfcp.execute.losses import loss_of
+    from rayfcp.execute.losses.base import PairLoss, pair_values
+
+    of_pairs = loss_of(loss)
+    assert isinstance(of_pairs, PairLoss)
+    found = pair_values(of_pairs, torch.tensor(sums, dtype=torch.float64), reference=reference)
+    return EvalResult(loss=float(found.loss), tokens=num_targets, pairs=found.stats())
 
 
 class Evaluator:
@@ -53,10 +71,12 @@ class Evaluator:
         *,
         plans: PlanQueue,
         batches: EvalBatches,
+        loss: LossConfig,
         journal: Journal,
         log: Callable[[str], None],
     ) -> None:
         self._state, self._plans, self._batches, self._journal, self._log = state, plans, batches, journal, log
+        self._loss = loss
         self._runtime = state.worker_group.runtime
         self._now: _UnderWay | None = None
         self._planned_for: ClusterSpec | None = None
@@ -104,7 +124,8 @@ class Evaluator:
         )
         self._state.on_step_finished()
         own = self._batches.set_of(now.next_batch).name
-        now.losses.setdefault(own, []).extend(reports[0].by_sequence)
+        now.sums.setdefault(own, []).extend(reports[0].by_sequence)
+        now.reference.setdefault(own, []).extend(planned.batch.reference)
         now.targets[own] = now.targets.get(own, 0) + reports[0].num_targets
         now.next_batch += 1
         if now.next_batch > len(self._batches):
@@ -143,16 +164,13 @@ class Evaluator:
     def _conclude(self, now: _UnderWay) -> None:
         self._now = self._planned_for = None
         results = {
-            name: EvalResult(loss=math.fsum(losses) / max(now.targets[name], 1), tokens=now.targets[name])
-            for name, losses in now.losses.items()
+            name: result_of(self._loss, sums, reference=now.reference[name], num_targets=now.targets[name])
+            for name, sums in now.sums.items()
         }
         taken_s = self._runtime.now_s() - now.began_s
         self.last = Evaluated(step=now.step, results=results, seconds=taken_s)
         self._journal.metrics.set("eval_seconds", taken_s)
-        text = "; ".join(
-            f"{name} loss {number(each.loss)}, perplexity {number(each.perplexity)}, {each.tokens:,} tokens"
-            for name, each in results.items()
-        )
+        text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())
         self._log(f"evaluated after step {now.step} in {seconds(taken_s)}: {text}")
         devices = len(self._state.ids)
         self._journal.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)

@@ -189,7 +189,7 @@ class Controller:
         from rayfcp.cluster.controller.evaluating import Evaluator
 
         plans = PlanQueue(planners, batches, bounds=self._config.plan.lookahead_bounds, forward_only=True)
-        return Evaluator(state, plans=plans, batches=batches, journal=journal, log=self._log)
+        return Evaluator(state, plans=plans, batches=batches, loss=self._config.loss, journal=journal, log=self._log)
 
     def _training(
         self,
