@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import ElasticConfig
 from rayfcp.data.evaluation import EvalBatches, EvalSet
 from rayfcp.elastic.hang import StepTimes
@@ -20,7 +21,7 @@ from rayfcp.execute.reports import BatchLosses
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.live import RunState
-from rayfcp.telemetry.summary import number, seconds
+from rayfcp.telemetry.summary import result_text, seconds
 from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch
 
 Results = Mapping[str, EvalResult]
@@ -50,22 +51,25 @@ class Evaluated:
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """An evaluation of the state after `step`: `next_batch` runs next. By set, of finished batches: ids of samples and
-    their losses, targets, and terms as of `Evaluated`. `done` is called with the results."""
+    """An evaluation of the state after `step`: `next_batch` runs next. By set, of finished batches: `ids` of samples,
+    sums of their terms, by the state and by the reference model, targets, and `terms` as of `Evaluated`. `done` is
+    called with the results."""
 
     step: int
     done: Callable[[Results], None]
     began_s: float
     next_batch: int = 1
-    targets: dict[str, int] = field(default_factory=dict)
     ids: dict[str, list[int]] = field(default_factory=dict)
-    losses: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    reference: dict[str, list[float]] = field(default_factory=dict)
+    targets: dict[str, int] = field(default_factory=dict)
     terms: dict[str, dict[int, npt.NDArray[np.floating[Any]]]] = field(default_factory=dict)
 
     def add(self, own: EvalSet, batch: GlobalBatch, *, reports: Sequence[BatchLosses]) -> None:
         """Add a batch of a set by the reports of all devices."""
         self.ids.setdefault(own.name, []).extend(each.id for each in batch.samples)
-        self.losses.setdefault(own.name, []).extend(reports[0].by_sequence)
+        self.sums.setdefault(own.name, []).extend(reports[0].by_sequence)
+        self.reference.setdefault(own.name, []).extend(batch.reference)
         self.targets[own.name] = self.targets.get(own.name, 0) + reports[0].num_targets
         terms = self.terms.setdefault(own.name, {})
         for report in reports:
@@ -78,11 +82,27 @@ class _UnderWay:
                 whole[piece.start : piece.stop] = part
         self.next_batch += 1
 
-    def sums(self, own: EvalSet) -> npt.NDArray[np.float64]:
+    def by_sample(self, own: EvalSet) -> npt.NDArray[np.float64]:
         """Sums of the terms of a set's samples, `[samples]`, NaN of those that were not evaluated."""
         found = np.full(len(own.index), np.nan)
-        found[self.ids[own.name]] = self.losses[own.name]
+        found[self.ids[own.name]] = self.sums[own.name]
         return found
+
+
+def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[float], num_targets: int) -> EvalResult:
+    """Result on a set by the sums of the terms of its sequences, and by those of the reference model if the loss has
+    one."""
+    if not loss.is_of_pairs:
+        return EvalResult(loss=math.fsum(sums) / max(num_targets, 1), tokens=num_targets)
+    import torch  # here, as no other loss needs it in the controller
+
+    from rayfcp.execute.losses import loss_of
+    from rayfcp.execute.losses.base import PairLoss, pair_values
+
+    of_pairs = loss_of(loss)
+    assert isinstance(of_pairs, PairLoss)
+    found = pair_values(of_pairs, torch.tensor(sums, dtype=torch.float64), reference=reference)
+    return EvalResult(loss=float(found.loss), tokens=num_targets, pairs=found.stats())
 
 
 class Evaluator:
@@ -95,12 +115,14 @@ class Evaluator:
         *,
         plans: PlanQueue,
         batches: EvalBatches,
+        loss: LossConfig,
         journal: Journal,
         log: Callable[[str], None],
         by_token: bool = False,
     ) -> None:
         self._by_token = by_token
         self._state, self._plans, self._batches, self._journal, self._log = state, plans, batches, journal, log
+        self._loss = loss
         self._runtime = state.worker_group.runtime
         self._now: _UnderWay | None = None
         self._planned_for: ClusterSpec | None = None
@@ -190,17 +212,14 @@ class Evaluator:
     def _conclude(self, now: _UnderWay) -> None:
         self._now = self._planned_for = None
         results = {
-            name: EvalResult(loss=math.fsum(losses) / max(now.targets[name], 1), tokens=now.targets[name])
-            for name, losses in now.losses.items()
+            name: result_of(self._loss, sums, reference=now.reference[name], num_targets=now.targets[name])
+            for name, sums in now.sums.items()
         }
         taken_s = self._runtime.now_s() - now.began_s
-        sums = {each.name: now.sums(each) for each in self._batches.sets}
+        sums = {each.name: now.by_sample(each) for each in self._batches.sets}
         self.last = Evaluated(step=now.step, results=results, seconds=taken_s, sums=sums, terms=now.terms)
         self._journal.metrics.set("eval_seconds", taken_s)
-        text = "; ".join(
-            f"{name} loss {number(each.loss)}, perplexity {number(each.perplexity)}, {each.tokens:,} tokens"
-            for name, each in results.items()
-        )
+        text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())
         self._log(f"evaluated after step {now.step} in {seconds(taken_s)}: {text}")
         devices = len(self._state.ids)
         self._journal.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)
