@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM
 import rayfcp
 from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.evaluation import evaluate_sets
+from rayfcp.cluster.trainer import prepared_data, prepared_sets
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import TokenReader
+from rayfcp.data.evaluation import open_sets
 from rayfcp.execute.interpreter import BatchTokens
 from rayfcp.execute.optimization import learning_rate, make_optimizer
 from rayfcp.execute.reports import BatchLosses, DeviceReport
@@ -33,7 +35,7 @@ from rayfcp.values import GlobalBatch
 from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of
 
-BETA, PAIRS, PER_STEP, STEPS = 0.5, 40, 3, 6
+BETA, PAIRS, OTHERS, PER_STEP, STEPS = 0.5, 40, 5, 3, 6
 COMPUTING = "log-probabilities of"
 ONE = {"num_workers": 1, "pipeline_stages": 1}
 
@@ -71,17 +73,25 @@ def config_of(folder: Path, name: str, *, loss: dict[str, Any] | None = None, **
     return run_config(folder, name=name, **given)
 
 
-def sums_of(model: nn.Module, tokens: BatchTokens, batch: GlobalBatch) -> Tensor:
-    """Log-probabilities of the answers of a batch, `[samples]`, each alone."""
-    found = []
-    for number, sample in enumerate(batch.samples):
-        ids, targets = (torch.from_numpy(each) for each in tokens.read(number, start=0, stop=sample.num_tokens))
-        found.append(-F.cross_entropy(model(input_ids=ids[None]).logits[0], targets, reduction="sum"))
-    return torch.stack(found)
+def losses_of(model: nn.Module, reference: nn.Module, data_dir: str, batch: GlobalBatch) -> Tensor:
+    """Losses of pairs by the published formula, `[pairs]`; each sequence runs alone."""
+    tokens = BatchTokens(TokenReader.open(data_dir), batch)
+
+    def sums(of: nn.Module) -> Tensor:
+        found = []
+        for number, sample in enumerate(batch.samples):
+            ids, targets = (torch.from_numpy(each) for each in tokens.read(number, start=0, stop=sample.num_tokens))
+            found.append(-F.cross_entropy(of(input_ids=ids[None]).logits[0], targets, reduction="sum"))
+        return torch.stack(found)
+
+    with torch.no_grad():
+        before = sums(reference)
+    chosen, rejected = (sums(model) - before).unflatten(0, (-1, 2)).unbind(1)
+    return -F.logsigmoid(BETA * (chosen - rejected))
 
 
 def plain(config: Config, *, num_steps: int, reference: nn.Module | None = None) -> tuple[list[float], nn.Module]:
-    """Losses of the published formula and the trained model, in one process, by the library, a sequence at a time."""
+    """Losses and the trained model of one process, by the library, a sequence at a time."""
     data_dir = prepared_data(config, log=lambda _: None)
     data = open_dataset(config, data_dir=data_dir)
     model = random_model(data.library, dtype="float32", seed=config.run.seed).model
@@ -89,12 +99,7 @@ def plain(config: Config, *, num_steps: int, reference: nn.Module | None = None)
     reference = reference or copy.deepcopy(model)
     optimizer, losses = make_optimizer(model, config.train), []
     for step in range(1, num_steps + 1):
-        batch = data.sampler.batch(step)
-        tokens = BatchTokens(TokenReader.open(data_dir), batch)
-        with torch.no_grad():
-            before = sums_of(reference, tokens, batch)
-        chosen, rejected = (sums_of(model, tokens, batch) - before).unflatten(0, (-1, 2)).unbind(1)
-        loss = -F.logsigmoid(BETA * (chosen - rejected)).mean()
+        loss = losses_of(model, reference, data_dir, data.sampler.batch(step)).mean()
         losses.append(loss.item())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
@@ -182,21 +187,36 @@ def test_new_adapters_have_the_reference_of_the_base(folder: Path, run: Config) 
 
 
 def test_another_model_is_another_reference(folder: Path, run: Config) -> None:
-    """With an evaluation set, whose sums are computed too."""
+    """Of an evaluation set too."""
     export_run(run.run_dir, out_dir=folder / "reference")
+    write_pairs(folder, name="others.jsonl", seed=1, count=OTHERS)
     other = run.changed(
         run={"dir": str(folder / "runs" / "other")},
         loss={"reference": str(folder / "reference")},
+        eval={"sets": {"val": {"paths": [str(folder / "others.jsonl")]}}},
         train={"steps": 1},
         cluster=ONE,
     )
     heard = Trouble()
     FlexTrainer(other).fit(watcher=heard)
-    assert heard.said(COMPUTING) == [f"log-probabilities of {PER_STEP} pairs by the reference model"]
+    assert heard.said(COMPUTING) == [f"log-probabilities of {PER_STEP + OTHERS} pairs by the reference model"]
     reference = AutoModelForCausalLM.from_pretrained(folder / "reference")
-    want, _ = plain(other, num_steps=1, reference=reference)
-    assert [each.loss for each in steps_of(other)] == pytest.approx(want, rel=1e-4)
-    assert abs(want[0] - math.log(2)) > 0.01
+    want, trained = plain(other, num_steps=1, reference=reference)
+    (step,) = steps_of(other)
+    assert [step.loss] == pytest.approx(want, rel=1e-4) and abs(step.loss - math.log(2)) > 0.01
+    (folder_of_set,) = prepared_sets(other, log=lambda _: None).values()
+    samples = open_sets(other, {"val": folder_of_set}, vocab_size=300)
+    losses = torch.cat(
+        [
+            losses_of(trained, reference, folder_of_set, samples.batch(number)).detach()
+            for number in range(1, len(samples) + 1)
+        ]
+    )
+    result = step.eval["val"]
+    assert result.loss == pytest.approx(losses.mean().item(), rel=1e-4)
+    assert result.pairs is not None and result.pairs.num_pairs == OTHERS == losses.numel()
+    found = evaluate_sets(other.run_dir, config_file=None, overrides=[], step=None, watcher=Trouble())
+    assert found.results["val"].loss == pytest.approx(result.loss, rel=1e-5)
 
 
 def test_a_wrong_reference_is_one_line(folder: Path) -> None:
