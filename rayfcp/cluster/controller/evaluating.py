@@ -51,25 +51,22 @@ class Evaluated:
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """An evaluation of the state after `step`: `next_batch` runs next. By set, of finished batches: `ids` of samples,
-    sums of their terms, by the state and by the reference model, targets, and `terms` as of `Evaluated`. `done` is
-    called with the results."""
+    """An evaluation of the state after `step`: `next_batch` runs next. By set, of finished batches: ids of samples and
+    their losses, targets, and terms as of `Evaluated`. `done` is called with the results."""
 
     step: int
     done: Callable[[Results], None]
     began_s: float
     next_batch: int = 1
-    ids: dict[str, list[int]] = field(default_factory=dict)
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    reference: dict[str, list[float]] = field(default_factory=dict)
     targets: dict[str, int] = field(default_factory=dict)
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
     terms: dict[str, dict[int, npt.NDArray[np.floating[Any]]]] = field(default_factory=dict)
 
     def add(self, own: EvalSet, batch: GlobalBatch, *, reports: Sequence[BatchLosses]) -> None:
         """Add a batch of a set by the reports of all devices."""
         self.ids.setdefault(own.name, []).extend(each.id for each in batch.samples)
-        self.sums.setdefault(own.name, []).extend(reports[0].by_sequence)
-        self.reference.setdefault(own.name, []).extend(batch.reference)
+        self.losses.setdefault(own.name, []).extend(reports[0].by_sequence)
         self.targets[own.name] = self.targets.get(own.name, 0) + reports[0].num_targets
         terms = self.terms.setdefault(own.name, {})
         for report in reports:
@@ -82,10 +79,10 @@ class _UnderWay:
                 whole[piece.start : piece.stop] = part
         self.next_batch += 1
 
-    def by_sample(self, own: EvalSet) -> npt.NDArray[np.float64]:
+    def sums(self, own: EvalSet) -> npt.NDArray[np.float64]:
         """Sums of the terms of a set's samples, `[samples]`, NaN of those that were not evaluated."""
         found = np.full(len(own.index), np.nan)
-        found[self.ids[own.name]] = self.sums[own.name]
+        found[self.ids[own.name]] = self.losses[own.name]
         return found
 
 
@@ -212,11 +209,16 @@ class Evaluator:
     def _conclude(self, now: _UnderWay) -> None:
         self._now = self._planned_for = None
         results = {
-            name: result_of(self._loss, sums, reference=now.reference[name], num_targets=now.targets[name])
-            for name, sums in now.sums.items()
+            each.name: result_of(
+                self._loss,
+                now.losses[each.name],
+                reference=() if each.reference is None else each.reference[now.ids[each.name]].tolist(),
+                num_targets=now.targets[each.name],
+            )
+            for each in self._batches.sets
         }
         taken_s = self._runtime.now_s() - now.began_s
-        sums = {each.name: now.by_sample(each) for each in self._batches.sets}
+        sums = {each.name: now.sums(each) for each in self._batches.sets}
         self.last = Evaluated(step=now.step, results=results, seconds=taken_s, sums=sums, terms=now.terms)
         self._journal.metrics.set("eval_seconds", taken_s)
         text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())

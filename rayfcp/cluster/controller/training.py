@@ -213,6 +213,7 @@ class Controller:
         from rayfcp.cluster.controller.evaluating import Evaluator
 
         plans = PlanQueue(planners, batches, bounds=self._config.plan.lookahead_bounds, forward_only=True)
+        by_token = self._evaluates is not None and self._evaluates.by_token
         return Evaluator(
             state,
             plans=plans,
@@ -220,7 +221,7 @@ class Controller:
             loss=self._config.loss,
             journal=journal,
             log=self._log,
-            by_token=self._evaluates is not None and self._evaluates.by_token,
+            by_token=by_token,
         )
 
     def _training(
