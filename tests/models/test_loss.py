@@ -18,7 +18,7 @@ from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.models.causal_lm import head_loss, weighted_terms
 from rayfcp.values import ModelProfile
 from tests.examples import examples
-from tests.execute.live import LiveBytes
+from tests.execute.live import Peak
 
 Inputs = tuple[nn.Linear, Tensor, Targets]
 
@@ -140,17 +140,6 @@ def test_logits_are_few_and_computed_once_and_nothing_waits() -> None:
     assert len(products) == 3 * chunks  # logits, gradients of hidden states, gradients of weights
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::equal"}
     assert not waits & set(recorded.names)
-
-
-class Peak(LiveBytes):
-    """Most bytes that live at a time."""
-
-    peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
