@@ -39,22 +39,18 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: The user's input is wrong.
         CommandFailedError: A worker or the controller failed.
     """
-    from rayfcp.cluster.evaluation import Evaluation
-    from rayfcp.cluster.trainer import RunFailedError
+    from rayfcp.cluster import RunFailedError
+    from rayfcp.cluster.evaluation import evaluate_sets
     from rayfcp.telemetry.progress import Progress
 
     words: list[str] = arguments.overrides
     file = words[0] if words and "=" not in words[0] else None
+    overrides = words[file is not None :]
     with Progress(1) as progress:
-        evaluation = Evaluation.of(
-            arguments.target,
-            config_file=file,
-            overrides=words[file is not None :],
-            step=arguments.step,
-            log=progress.log,
-        )
         try:
-            found = evaluation.run(progress)
+            found = evaluate_sets(
+                arguments.target, config_file=file, overrides=overrides, step=arguments.step, watcher=progress
+            )
         except RunFailedError as error:
             raise CommandFailedError(error) from error
     if arguments.json:

@@ -32,6 +32,7 @@ from rayfcp.data.manifest import (
     write_manifest,
     write_mixture,
 )
+from rayfcp.data.pairs import PAIR_COLUMNS, PairEncoder
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
@@ -218,7 +219,7 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{fingerprint}-{split.index:05d}"
-    read = _row_reader(data)
+    read = _reader(data)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in read(file)):
             num_rows += row.num_rows
@@ -239,17 +240,19 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     )
 
 
-def _row_reader(data: DataConfig) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
-    """`read_rows` with the encoders of the rows of `data`."""
+def _reader(data: DataConfig) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
+    """Return what gives the samples of a file's rows, by the kind of rows."""
     read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column)
+    if data.rows == "pairs":
+        return partial(read, chat=PairEncoder(data), whole=PAIR_COLUMNS)
     if data.rows == "distilled":
         return partial(read, chat=distilled_rows, whole=DISTILLED_COLUMNS)
-    if data.processor is not None:
-        from rayfcp.data.vision.processors import load_processor
-        from rayfcp.data.vision.rows import RowEncoder
+    if data.processor is None:
+        return partial(read, chat=ChatEncoder(data))
+    from rayfcp.data.vision.processors import load_processor
+    from rayfcp.data.vision.rows import RowEncoder
 
-        return partial(read, media=RowEncoder(load_processor(data.processor), data))
-    return partial(read, chat=ChatEncoder(data))
+    return partial(read, media=RowEncoder(load_processor(data.processor), data))
 
 
 def _merged(

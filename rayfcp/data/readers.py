@@ -158,10 +158,9 @@ def _raw_rows(file: InputFile, columns: RowColumns) -> _Rows:
         yield _bad(file, next_row, BadRowError(BadReason.UNREADABLE, error))
 
 
-def _text_rows(handle: IO[bytes], file: InputFile, _columns: RowColumns) -> _Rows:
+def _text_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Rows:
     """The whole file as one row."""
-    data = handle.read()
-    yield _row(file, 0, lambda: RawRow(row=0, text=_text(data, name="text")))
+    yield _row(file, 0, partial(_tar_row, {"text": handle.read()}, row=0, columns=columns))
 
 
 def _jsonl_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Rows:
@@ -281,7 +280,9 @@ def _tar_row(found: Mapping[str, bytes], *, row: int, columns: RowColumns) -> Ra
         return _json_row(found["json"], row=row, columns=columns)
     if "text" not in found:
         raise BadRowError(BadReason.MISSING_COLUMN, "neither json nor txt")
-    return RawRow(row=row, text=_text(found["text"], name="txt"))
+    if columns.whole:
+        raise _missing_text(columns)
+    return RawRow(row=row, text=_text(found["text"], name="text"))
 
 
 def _parquet_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Rows:

@@ -48,6 +48,8 @@ class BadReason(StrEnum):
     MARKS_MISMATCH = "marks_mismatch"
     TOKEN_ACROSS_BORDER = "token_across_border"
     NO_TARGETS = "no_targets"
+    NO_PROMPT = "no_prompt"
+    EQUAL_ANSWERS = "equal_answers"
     TEACHER_MISMATCH = "teacher_mismatch"
     NOT_FINITE = "not_finite"
 

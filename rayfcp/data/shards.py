@@ -58,8 +58,8 @@ class ShardWriter:
     """Writes rows in order to shards `PREFIX-000.arrow`, `PREFIX-001.arrow`, ... of a folder or URL.
 
     A shard ends at SHARD_TOKENS, a teacher's words and logits counted too, or before the first labelled row after rows
-    without labels; from there on a row without labels has its own tokens as labels, which means the same. With `images`
-    their bytes lie in `PREFIX-000.pictures` and so on, row by row.
+    without labels; from there on a row without labels has its own tokens as labels, which means the same. Samples of
+    one row lie in one shard. With `images` their bytes lie in `PREFIX-000.pictures` and so on, row by row.
     """
 
     def __init__(self, folder: str, *, prefix: str, images: bool = False) -> None:
@@ -86,7 +86,8 @@ class ShardWriter:
         """Append one row."""
         new_labels = row.labels is not None and not self._has_labels
         self._has_labels |= new_labels
-        if self._shard is not None and (new_labels or self._shard.num_values >= SHARD_TOKENS):
+        is_full = self._shard is not None and self._shard.num_values >= SHARD_TOKENS
+        if self._shard is not None and (new_labels or (is_full and row.num_rows)):
             self._done.append(self._shard.close())
             self._shard = None
         if self._shard is None:

@@ -85,6 +85,8 @@ class Course:
     def log(self, text: str) -> None:
         """Nothing of it matters here."""
 
+    def evaluating(self, done: int, total: int) -> None: ...
+
     def update(self, report: StepReport) -> None:
         if self.watched is not None or time.monotonic() < self._asked_s + SCRAPE_S:
             return

@@ -347,10 +347,11 @@ class DeviceWorker:
         place: int,
         plan_hash: str,
         folder: str,
+        by_token: bool = False,
         pixels: Sequence[Any] = (),
     ) -> BatchLosses:
-        """Losses of a batch of the prepared `folder`, by program `place` of those of all stages and ranks; `pixels` as
-        of `step`.
+        """Losses of a batch of the prepared `folder`, by program `place` of those of all stages and ranks. `pixels`: as
+        of `step`; `by_token`: as of the engine.
 
         Raises:
             DeviceFullError: the device ran out of memory.
@@ -364,6 +365,7 @@ class DeviceWorker:
                 batch,
                 plan_hash=plan_hash,
                 folder=folder,
+                by_token=by_token,
                 decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
             )
         except torch.OutOfMemoryError as error:
