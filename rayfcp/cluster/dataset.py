@@ -81,9 +81,9 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     Raises:
         ConfigError: no such model.
     """
-    from rayfcp.models.describe import model_config, profile_of
+    from rayfcp.models.describe import configured_model, profile_of
 
-    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
+    library = configured_model(config, vocab_size=vocab_size)
     name = config.model.path or library.model_type
     return library, profile_of(
         library,

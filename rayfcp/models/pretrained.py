@@ -25,7 +25,7 @@ from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
-from rayfcp.models.library import library_name, make_library_model
+from rayfcp.models.library import REWARD_HEAD, has_reward_head, is_saved_classifier, library_name, make_library_model
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.values.state import Box
 
@@ -229,8 +229,8 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 @torch.no_grad()
 def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, only_frozen: bool = False) -> None:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
-    sharded tensors this device's part; not those of adapters. No communication. `only_frozen`: parameters that are not
-    trained, and nothing else.
+    sharded tensors this device's part; not those of adapters, nor a reward model's head if the files are of a causal
+    LM. No communication. `only_frozen`: parameters that are not trained, and nothing else.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
@@ -271,6 +271,8 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], library: Any, files: WeightFile
                 f"{name} and {first} differ, but its config.json ties them; set tie_word_embeddings to false there"
             )
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in filled)
+    if has_reward_head(library.config) and not is_saved_classifier(library.config):
+        missing = [name for name in missing if not name.startswith(f"{REWARD_HEAD}.")]  # it is drawn
     if missing:
         raise files.error(f"its files lack {_listed(missing)}; {_FITTING}")
 
@@ -323,7 +325,7 @@ def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
     state, prefix = library.state_dict(), library.base_model_prefix
     recipes: dict[str, _Recipe] = {}
-    unexpected = []
+    unexpected, unused = [], _of_causal_head(library)
     for key in sorted(files.names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
@@ -331,11 +333,20 @@ def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
         if name in state:
             recipe = recipes.setdefault(name, _Recipe(converter_of[pattern] if pattern else None))
             recipe.parts.append((key, pattern or key))
-        elif not _is_ignored(key, name, library):
+        elif key not in unused and not _is_ignored(key, name, library):
             unexpected.append(key)
     if unexpected:
         raise files.error(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files; {_FITTING}")
     return recipes
+
+
+def _of_causal_head(library: Any) -> set[str]:
+    """Names of the tensors of the head for next tokens that a reward model has not; none of another model."""
+    if not has_reward_head(library.config):
+        return set()
+    config = copy.deepcopy(library.config)
+    config.num_labels = 2
+    return {*library_on_meta(config).state_dict()} - {*library.state_dict()}
 
 
 def _is_ignored(key: str, name: str, library: Any) -> bool:

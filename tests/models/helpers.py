@@ -10,6 +10,8 @@ from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses.base import Targets
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
@@ -50,6 +52,11 @@ def shifted(row: Tensor) -> Tensor:
     return torch.cat([row[1:], torch.tensor([-100])])
 
 
+def targets_of(rows: Sequence[Tensor]) -> Targets:
+    """The tokens that follow in packed sequences."""
+    return Targets.of(torch.cat([shifted(row) for row in rows]), loss=CrossEntropy())
+
+
 def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, layer_kinds: LayerKinds = ()) -> AttentionContext:
     """One rank that holds all sequences."""
     shape = PassShape(degree=1, lengths=tuple(lengths), layer_kinds=layer_kinds)
@@ -63,6 +70,6 @@ def loss_sum(model: CausalLM, rows: Sequence[Tensor], *, context: AttentionConte
     return model(
         torch.cat(list(rows)),
         torch.cat([torch.arange(len(row)) for row in rows]),
-        torch.cat([shifted(row) for row in rows]),
+        targets_of(rows),
         context,
     )

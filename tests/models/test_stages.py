@@ -11,7 +11,7 @@ from rayfcp.config import ConfigError
 from rayfcp.models.build import random_model
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.stages import Stage, stages_of
-from tests.models.helpers import FAMILIES, context_of, library_config, loss_sum, rows_of, shifted
+from tests.models.helpers import FAMILIES, context_of, library_config, loss_sum, rows_of, targets_of
 from tests.models.test_selfcheck import library
 
 SPLITS = ((1, 2), (2, 1), (1, 1, 1))
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_exactly_the_wholes(split: tuple[int, ...]) -> No
     passed = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     for model in models:
-        targets = torch.cat([shifted(row) for row in rows]) if model.stage.is_last else None
+        targets = targets_of(rows) if model.stage.is_last else None
         passed = model(passed, positions, targets, context_of(lengths, recomputed_layers=1))
         assert passed.shape == (() if model.stage.is_last else (1, len(positions), config.hidden_size))
         passed = passed.squeeze(0)

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.values.report import PairStats
 
 _COPIES = 5
@@ -44,6 +45,12 @@ class Targets:
     terms: Tensor
     weights: Tensor | None = None
     teacher: Teacher | None = None
+
+    @classmethod
+    def of(cls, words: Tensor, *, loss: "Loss") -> "Targets":
+        """Targets of weight 1, and memory for their terms."""
+        terms = torch.zeros(len(words), dtype=backend_of(words.device).sum_dtype, device=words.device)
+        return cls(loss=loss, words=words, terms=terms)
 
     def __len__(self) -> int:
         return len(self.words)
