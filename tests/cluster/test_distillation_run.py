@@ -1,5 +1,5 @@
-"""A run of distillation on a real Ray: rows that the script writes of a teacher, losses of a plain formula on the initial
-model, and evaluation by cross entropy."""
+"""A run of distillation on a real Ray: rows of a teacher that the script writes, the losses of a plain formula on first
+weights, and evaluation by cross entropy."""
 
 import runpy
 from pathlib import Path

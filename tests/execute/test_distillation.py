@@ -88,7 +88,7 @@ def test_terms_and_gradients_are_those_of_the_formula(
     (gradient,) = torch.autograd.grad(want_sum, given)
     for compute in (partial(head_loss, chunk_tokens=chunk), weighted_terms):
         own = logits.clone().requires_grad_()
-        found = compute(head, own, targets)
+        found = compute(head, own, targets=targets)
         torch.testing.assert_close(targets.terms, want.detach(), rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(found.detach(), want_sum.detach(), rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(found, own)[0], gradient, rtol=1e-10, atol=1e-12)
@@ -177,11 +177,11 @@ def test_memory_is_what_the_memory_model_counts(dtype: torch.dtype, setting: tup
     head = nn.Linear(hidden_size, vocab, bias=False, dtype=dtype)
     hidden = torch.randn(2 * chunk, hidden_size, dtype=dtype, requires_grad=True)
     with Peak(lambda: [head.weight, hidden]) as live:
-        head_loss(head, hidden, targets, chunk_tokens=chunk)
+        head_loss(head, hidden, targets=targets, chunk_tokens=chunk)
     assert 0.7 * counted < live.peak_bytes - hidden.nbytes < 1.05 * counted
     few = LOSS_CHUNK_TOKENS // 2
     head = nn.Linear(1, vocab, bias=False, dtype=dtype)
     part = torch.randn(few, 1, dtype=dtype, requires_grad=True)
     with Peak(lambda: [head.weight, part]) as live:
-        weighted_terms(head, part, targets.split(few)[0]).backward()
+        weighted_terms(head, part, targets=targets.split(few)[0]).backward()
     assert 0.7 * counted < live.peak_bytes < 1.05 * counted
