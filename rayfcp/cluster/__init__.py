@@ -8,7 +8,7 @@ from typing import Any
 
 _HOMES = {
     "FlexTrainer": "rayfcp.cluster.trainer",
-    "RunFailedError": "rayfcp.cluster.trainer",
+    "RunFailedError": "rayfcp.cluster.controller.training",
     "export_run": "rayfcp.cluster.trainer",
     "plan_step": "rayfcp.cluster.planning.preview",
     "prepare_data": "rayfcp.cluster.trainer",

@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from rayfcp.data.stream import StreamIndex, Waiter
 
 NAMED_BAD_ROWS = 3
+
+References = Mapping[str, npt.NDArray[np.float64]]
+"""Sums of the terms of samples by the reference model, `[samples]`, by name of an evaluation set, and of `TRAINING`."""
+TRAINING = ""
+"""Stands for the data that the run trains on, where evaluation sets have names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,18 @@ class Dataset:
         """What a checkpoint is of: the library's configuration, and what is trained where that is not all."""
         return self.library.to_dict() | self.trained
 
+    def with_references(self, references: References) -> "Dataset":
+        """The same data with the sums of the reference model."""
+        self.sampler.reference = references.get(TRAINING)
+        if self.evaluation is None:
+            return self
+        return replace(self, evaluation=self.evaluation.with_references(references))
+
+    def evaluating(self, draws: Mapping[str, npt.NDArray[np.int64]]) -> "Dataset":
+        """The same data with evaluation of these draws of sets, by name."""
+        assert self.evaluation is not None, "sets were checked"
+        return replace(self, evaluation=self.evaluation.only(draws))
+
     def write_bad_rows(self, path: Path) -> str:
         """Write the rows that were skipped, one JSON object per line; return a sentence with the first of them."""
         rows = self.index.named_bad_rows
@@ -61,9 +81,9 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
     Raises:
         ConfigError: no such model.
     """
-    from rayfcp.models.describe import model_config, profile_of
+    from rayfcp.models.describe import configured_model, profile_of
 
-    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
+    library = configured_model(config, vocab_size=vocab_size)
     name = config.model.path or library.model_type
     return library, profile_of(
         library,

@@ -1,27 +1,43 @@
-"""`rayfcp evaluate`: a checkpoint of a run, or a Hugging Face model, on evaluation sets, by the controller of runs."""
+"""A checkpoint of a run, or a Hugging Face model, on evaluation sets or given sequences, by the controller of runs."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rayfcp.cluster.checkpoints.folder import chosen_checkpoint
-from rayfcp.cluster.controller.evaluating import Evaluated
-from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
+from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun
+from rayfcp.cluster.controller.following import Watcher, evaluate, sigterm_interrupts, without_training
+from rayfcp.cluster.dataset import described_model
+from rayfcp.cluster.references import reference_sums
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import RunFailedError, check_runnable, connected, prepared_sets, with_absolute_paths
+from rayfcp.cluster.trainer import cache_of, check_runnable, connected, prepared_sets, with_absolute_paths
 from rayfcp.config import Config, ConfigError, check_paths, load_config
 from rayfcp.config.loading import read_mapping
+from rayfcp.config.losses import LossConfig
+from rayfcp.data.manifest import PreparedManifest, write_manifest
+from rayfcp.data.rows import BadRowError, TokenRow, make_row
+from rayfcp.data.shards import ShardWriter
+from rayfcp.data.tokenizer import ByteTokenizer, tokenizer_of
 from rayfcp.execute.reports import find_wrong_size
+from rayfcp.values import StepReport
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE, MODEL_FILE = "config.yaml", "config.json"
 
+Sections = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Subject:
     """What is evaluated: `config` names the model, `checkpoint` its state, absent for the model's own weights. The run
     of the evaluation has its files in `folder` while it lasts; absent: in a temporary one."""
 
@@ -34,17 +50,17 @@ class Evaluation:
         cls,
         target: str,
         *,
-        config_file: str | None,
+        given: Sections,
         overrides: Sequence[str],
         step: int | None,
         log: Callable[[str], object],
-    ) -> "Evaluation":
-        """Of a run directory or a model folder, with sections of a file and overrides over those of the run.
+    ) -> "Subject":
+        """Of a run directory or a model folder, with the sections `given` and overrides over those of the run.
 
         Raises:
-            ConfigError: neither of both, no intact checkpoint, no evaluation set, or a configuration that is wrong.
+            ConfigError: neither of both, no intact checkpoint, or a configuration that is wrong.
         """
-        path, given = Path(target).expanduser(), _sections(config_file)
+        path = Path(target).expanduser()
         is_run = (path / CONFIG_FILE).exists()
         if not is_run and not (path / MODEL_FILE).exists():
             raise ConfigError(
@@ -55,24 +71,23 @@ class Evaluation:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
         base = _sections(str(path / CONFIG_FILE)) if is_run else {"model": {"path": str(path), "init": "pretrained"}}
         merged = _merged(base, given) if is_run else _merged(given, base)
-        named = load_config(_merged({"data": {"paths": ["none"]}}, merged), overrides=overrides)
-        if not named.eval.sets:
-            raise ConfigError(
-                f"eval.sets is empty, must name data to evaluate {target} on; add e.g. eval.sets.val.paths=FILE"
-            )
-        checkpoint = None
-        if is_run:
-            checkpoint, _ = chosen_checkpoint(
-                path, keep=named.checkpoint.keep, step=step, check=find_wrong_size, log=log
-            )
-        config = _without_training(
-            named, checkpoint, cache_dir=str(path.absolute().parent / ".data") if is_run else None
+        config = load_config(_merged({"data": {"paths": ["none"]}}, merged), overrides=overrides)
+        if not is_run:
+            return cls(config=config, checkpoint=None, folder=None)
+        keep = config.checkpoint.keep
+        checkpoint, _ = chosen_checkpoint(path, keep=keep, step=step, check=find_wrong_size, log=log)
+        cache_dir = config.data.cache_dir or str(path.absolute().parent / ".data")
+        return cls(
+            config=config.changed(data={"cache_dir": cache_dir}), checkpoint=checkpoint, folder=path / ".evaluate"
         )
-        check_paths(config)
-        return cls(config=config, checkpoint=checkpoint, folder=path / ".evaluate" if is_run else None)
 
-    def run(self, watcher: Watcher) -> Evaluated:
-        """Evaluate on the configured cluster.
+    def without_training(self, **sections: Sections) -> "Subject":
+        """The same with other values of some keys, and without what only training needs."""
+        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+        return replace(self, config=without_training(self.config, checkpoint=checkpoint, **sections))
+
+    def run(self, watcher: Watcher, *, prepared: Callable[[Config], Mapping[str, str]], by_token: bool) -> Evaluated:
+        """Evaluate on the configured cluster. `prepared` returns the folders of evaluation sets by name.
 
         Raises:
             ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
@@ -80,23 +95,194 @@ class Evaluation:
             KeyboardInterrupt: the user stopped it.
         """
         check_runnable(self.config)
-        with _own_folder(self.folder) as folder, sigterm_interrupts() as heed_sigterm:
+        with (
+            _own_folder(self.folder, cache_dir=self.config.data.cache_dir) as folder,
+            sigterm_interrupts() as heed_sigterm,
+        ):
             config = with_absolute_paths(self.config.changed(run={"dir": str(folder.absolute())}))
             watcher.log("connecting to Ray")
             with connected(config):
                 heed_sigterm()
-                dirs = prepared_sets(config, log=watcher.log)
-                runtime, first = RayRuntime(), next(iter(dirs.values()))
-                outcome, _ = follow(
-                    config, first, runtime=runtime, watcher=watcher, eval_dirs=dirs, only_evaluates=True
-                )
-        if outcome.wrong_input:
-            raise ConfigError(outcome.error)
-        if outcome.error:
-            raise RunFailedError(f"{outcome.error}\n{outcome.trace}".rstrip())
-        if outcome.evaluated is None:
-            raise KeyboardInterrupt
-        return outcome.evaluated
+                dirs, runtime = prepared(config), RayRuntime()
+                first, cache_dir = next(iter(dirs.values())), cache_of(config)
+                given: dict[str, Any] = {"eval_dirs": dirs, "runtime": runtime, "watcher": watcher}
+                references = reference_sums(config, first, cache_dir=cache_dir, trains=False, **given)
+                wanted = EvaluationRun(by_token=by_token)
+                return evaluate(config, first, evaluates=wanted, references=references, **given)
+
+
+def evaluate_sets(
+    target: str, *, config_file: str | None, overrides: Sequence[str], step: int | None, watcher: Watcher
+) -> Evaluated:
+    """Evaluate a run's checkpoint, or a model, on the sets of `eval.sets`.
+
+    Raises:
+        ConfigError, InfeasiblePlanError: as `Subject.of` and `Subject.run`; or there is no evaluation set.
+        RunFailedError, KeyboardInterrupt: as `Subject.run`.
+    """
+    found = Subject.of(target, given=_sections(config_file), overrides=overrides, step=step, log=watcher.log)
+    if not found.config.eval.sets:
+        raise ConfigError(
+            f"eval.sets is empty, must name data to evaluate {target} on; add e.g. eval.sets.val.paths=FILE"
+        )
+    # Its data are those of the first set.
+    first = next(iter(found.config.eval.sets.values())).source(found.config.data)
+    own = {name: getattr(first, name) for name in ("paths", "format", "include", "exclude", "text_column")}
+    subject = found.without_training(data=own)
+    check_paths(subject.config)
+    return subject.run(watcher, prepared=lambda config: prepared_sets(config, log=watcher.log), by_token=False)
+
+
+SEQUENCES = "sequences"
+
+
+def log_probs(
+    target: str | Path,
+    sequences: Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]],
+    *,
+    config: Sections | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[npt.NDArray[np.floating[Any]]]:
+    """Log-probabilities of the tokens of given sequences, in order: entry t of a sequence's `[tokens - 1]` is that of
+    token t + 1 after tokens 0 to t. They are in float32, or float64 for a model of `model.dtype` float64, and those of
+    the library's own model on each sequence alone, to rounding, on any number of devices.
+
+    Args:
+        target: Run directory, of which the newest intact checkpoint is taken, or that of `step`; or a Hugging Face
+            folder.
+        sequences: Token ids `[tokens]` each, of any length that the model takes.
+        config: Sections, or a YAML file with them, over those of the run: the cluster, `model.dtype` and so on.
+        overrides: `key=value`, over all others.
+        progress: Called with (sequences done, all sequences) now and then.
+
+    A Ray that this process uses already is taken, as in `rayfcp train`. The workers read the sequences from a folder
+    in that of the run; of a model from one in `data.cache_dir`, if that is a folder, or a temporary one of this
+    machine.
+
+    Raises:
+        ConfigError: a sequence, the target or the configuration is wrong; one clear line.
+        InfeasiblePlanError: the sequences do not fit on the devices.
+        RunFailedError: a worker or the controller failed; holds the cause.
+        KeyboardInterrupt: the user stopped it; nothing is left behind.
+
+    Example:
+        >>> rows = rayfcp.log_probs("runs/quickstart", [[5, 6, 7], [1, 2]], overrides=["cluster.num_workers=2"])
+        ...     # doctest: +SKIP
+        >>> [row.shape for row in rows]  # doctest: +SKIP
+        [(2,), (1,)]
+    """
+    rows = {number: _row(number, each) for number, each in enumerate(sequences)}
+    given = config if isinstance(config, Mapping) else _sections(None if config is None else str(config))
+    found = Subject.of(str(target), given=given, overrides=overrides, step=step, log=lambda _: None)
+    dtype: type[np.floating[Any]] = np.float64 if found.config.model.dtype == "float64" else np.float32
+    terms = _terms(found, {number: row for number, row in rows.items() if row.num_targets}, progress=progress)
+    if progress is not None:
+        progress(len(rows), len(rows))
+    nothing: npt.NDArray[np.floating[Any]] = np.empty(1, dtype=dtype)
+    return [-terms.get(number, nothing)[:-1].astype(dtype, copy=False) for number in rows]
+
+
+def _terms(
+    found: Subject, rows: Mapping[int, TokenRow], *, progress: Callable[[int, int], object] | None
+) -> Mapping[int, npt.NDArray[np.floating[Any]]]:
+    """Cross entropies of the tokens of each row, `[tokens]`."""
+    if found.config.loss.type == "reward":
+        raise ConfigError(
+            "loss.type is 'reward', a run of which has a model without log-probabilities; name another run or model"
+        )
+    if not rows:
+        return {}
+    longest = max(row.tokens.size for row in rows.values())
+    try:
+        subject = _for_sequences(found, longest_tokens=longest)
+        check_runnable(subject.config)
+    except ConfigError as error:
+        raise ConfigError(f"sequences of up to {longest} tokens: {error}") from error
+    known = tokenizer_of(subject.config.data).vocab_size
+    vocab_size = described_model(subject.config, vocab_size=known)[1].vocab_size
+    for number, row in rows.items():
+        if row.max_token_id >= vocab_size:
+            raise ConfigError(
+                f"sequence {number} has token {row.max_token_id}, must be less than {vocab_size}, the model's "
+                "vocabulary; use its tokenizer"
+            )
+    watcher = _Watcher(progress, num_sequences=len(rows), of_batch=subject.config.data.global_batch_sequences)
+
+    def prepared(config: Config) -> dict[str, str]:
+        folder = str(Path(config.run_dir) / SEQUENCES)
+        return {SEQUENCES: _write(tuple(rows.values()), folder=folder, vocab_size=known)}
+
+    terms = subject.run(watcher, prepared=prepared, by_token=True).terms[SEQUENCES]
+    return {number: terms[place] for place, number in enumerate(rows)}
+
+
+def _for_sequences(found: Subject, *, longest_tokens: int) -> Subject:
+    """The subject with given sequences as its only set, in place of the data that the configuration names."""
+    data = {
+        **{"paths": ["none"], "format": "prepared", "sources": {}, "schedule": (), "temperature": 1.0},
+        **{"streaming": False, "rows": None, "max_seqlen": longest_tokens, "long_sequences": "cut"},
+    }
+    if found.config.model.path is not None and found.config.data.processor is None:
+        data["tokenizer"] = ByteTokenizer.name  # none is needed, and the model's folder may have none
+    sets = {SEQUENCES: {"paths": ["none"], "format": "prepared"}}
+    return found.without_training(
+        loss=LossConfig().model_dump(), data=data, eval={"sets": sets, "batches": None, "every_steps": None}
+    )
+
+
+def _row(number: int, values: Any) -> TokenRow:
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # of unequal rows
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise ConfigError(
+            f"sequence {number} has {ids.dtype} of shape {list(ids.shape)}, must be integers of shape [tokens], at "
+            "least one; give token ids"
+        )
+    try:
+        return make_row(ids)
+    except BadRowError as error:
+        raise ConfigError(f"sequence {number}: {error.detail}; give token ids") from error
+
+
+def _write(rows: Sequence[TokenRow], *, folder: str, vocab_size: int) -> str:
+    """Write rows as a prepared folder, and return it."""
+    with ShardWriter(folder, prefix="shard") as writer:
+        for row in rows:
+            writer.add(row)
+    manifest = PreparedManifest(
+        folder=folder,
+        fingerprint=SEQUENCES,
+        tokenizer=SEQUENCES,
+        tokenizer_fingerprint=SEQUENCES,
+        tokenizer_vocab_size=vocab_size,
+        max_token_id=max(row.max_token_id for row in rows),
+        shards=writer.shards,
+    )
+    write_manifest(manifest)
+    return folder
+
+
+class _Watcher:
+    """Calls a user's `progress`; what else is told is not shown."""
+
+    def __init__(self, progress: Callable[[int, int], object] | None, *, num_sequences: int, of_batch: int) -> None:
+        self._progress, self._num_sequences, self._of_batch = progress, num_sequences, of_batch
+        self._shown = -1
+
+    def log(self, text: str) -> None:
+        logger.info(text)
+
+    def update(self, report: StepReport) -> None:
+        """There are no steps."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        if self._progress is not None and done != self._shown and done < total:
+            self._shown = done
+            self._progress(done * self._of_batch, self._num_sequences)
 
 
 def _sections(file: str | None) -> dict[str, Any]:
@@ -115,26 +301,13 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _without_training(config: Config, checkpoint: Path | None, *, cache_dir: str | None) -> Config:
-    """The configuration with nothing that only training needs: its data are those of the first set, and no copies of
-    the state are made. `cache_dir`: of tokens, if the configuration names none."""
-    first = next(iter(config.eval.sets.values())).source(config.data)
-    own = {name: getattr(first, name) for name in ("paths", "format", "include", "exclude", "text_column")}
-    return config.changed(
-        data=own | {"cache_dir": config.data.cache_dir or cache_dir},
-        train={"steps": 1, "warmup_steps": 0},
-        checkpoint={"resume": "never" if checkpoint is None else str(checkpoint), "every_steps": None},
-        elastic={"snapshot_every_steps": 0},
-        metrics={"loggers": (), "port": 0},
-    )
-
-
 @contextmanager
-def _own_folder(folder: Path | None) -> Iterator[Path]:
+def _own_folder(folder: Path | None, *, cache_dir: str | None) -> Iterator[Path]:
     """A folder for the files of this run, which are gone afterwards. That of a run lies in its directory, where all
-    nodes can write."""
+    nodes can write; another one in `cache_dir`, if that is a folder."""
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="rayfcp-evaluate-") as own:
+        parent = cache_dir if cache_dir is not None and Path(cache_dir).is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="rayfcp-evaluate-", dir=parent) as own:
             yield Path(own) / "run"
         return
     try:

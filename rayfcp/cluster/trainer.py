@@ -18,6 +18,7 @@ from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.lock import check_free, check_writable
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.recovery.store import SnapshotStore
+from rayfcp.cluster.references import check_reference, reference_sums
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import check_layout
 from rayfcp.cluster.workers.starting import other_cpus
@@ -99,6 +100,7 @@ def with_absolute_paths(config: Config) -> Config:
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
             "processor": _absolute(data.processor),
         },
+        loss={"reference": _absolute(config.loss.reference)},
         eval={
             "sets": {
                 name: each.model_dump() | {"paths": [_absolute(path) for path in each.paths]}
@@ -124,8 +126,8 @@ def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
     if config.data.streaming:
         from rayfcp.data.stream import open_stream
 
-        return open_stream(config.data, cache_dir=_cache(config)).folder
-    manifest = cached_prepare(config.data, cache_dir=_cache(config), progress=_progress(log))
+        return open_stream(config.data, cache_dir=cache_of(config)).folder
+    manifest = cached_prepare(config.data, cache_dir=cache_of(config), progress=_progress(log))
     log(f"data in {manifest}")
     return manifest.folder
 
@@ -139,7 +141,7 @@ def prepared_sets(config: Config, *, log: Callable[[str], None]) -> dict[str, st
     found = {}
     for name, each in config.eval.sets.items():
         try:
-            manifest = cached_prepare(each.source(config.data), cache_dir=_cache(config), progress=_progress(log))
+            manifest = cached_prepare(each.source(config.data), cache_dir=cache_of(config), progress=_progress(log))
         except ConfigError as error:
             raise ConfigError(f"eval.sets.{name}: {error}") from error
         log(f"evaluation set {name} in {manifest}")
@@ -147,7 +149,8 @@ def prepared_sets(config: Config, *, log: Callable[[str], None]) -> dict[str, st
     return found
 
 
-def _cache(config: Config) -> str:
+def cache_of(config: Config) -> str:
+    """Folder of prepared data and of what is computed for them."""
     return config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
 
 
@@ -195,10 +198,6 @@ def export_run(
     return checkpoint
 
 
-class RunFailedError(RuntimeError):
-    """The run failed, but not because of its configuration; holds the worker's traceback."""
-
-
 class FlexTrainer:
     """Trains a language model on the ranks of a Ray cluster, planning every global batch.
 
@@ -240,6 +239,7 @@ class FlexTrainer:
         Raises:
             ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
             RunFailedError: a worker or the controller failed; holds the cause.
+            KeyboardInterrupt: the user stopped the run while the reference model's log-probabilities were computed.
         """
         from ray.train import Checkpoint, Result
 
@@ -247,15 +247,13 @@ class FlexTrainer:
         with ExitStack() as stack:
             watcher = watcher or stack.enter_context(Progress(self.config.train.steps))
             outcome, reports = self._drive(run_dir, watcher)
-        if outcome.wrong_input:
-            raise ConfigError(outcome.error)
-        if outcome.finished is None:
-            raise RunFailedError(f"{outcome.error}\n{outcome.trace}".rstrip())
-        checkpoint = outcome.finished.checkpoint
-        stopped = outcome.finished.last_step < self.config.train.steps
+        finished = outcome.checked().finished
+        assert finished is not None, "the run did not fail"
+        checkpoint = finished.checkpoint
+        stopped = finished.last_step < self.config.train.steps
         last = asdict(reports[-1]) if reports else {}
         return Result(
-            metrics=last | asdict(outcome.finished) | {"stopped": stopped},
+            metrics=last | asdict(finished) | {"stopped": stopped},
             checkpoint=Checkpoint(checkpoint) if checkpoint else None,
             error=None,
             path=str(run_dir),
@@ -271,7 +269,9 @@ class FlexTrainer:
                 heed_sigterm()
                 data_dir = prepared_data(config, log=watcher.log)
                 runtime, eval_dirs = RayRuntime(self._worker, self._store), prepared_sets(config, log=watcher.log)
-                return follow(config, data_dir, runtime=runtime, watcher=watcher, eval_dirs=eval_dirs)
+                given: dict[str, Any] = {"runtime": runtime, "watcher": watcher, "eval_dirs": eval_dirs}
+                references = reference_sums(config, data_dir, cache_dir=cache_of(config), **given)
+                return follow(config, data_dir, references=references, **given)
 
 
 def _check_machine(config: Config) -> None:
@@ -319,6 +319,7 @@ def check_runnable(config: Config) -> None:
     if config.model.init == "pretrained" and config.model.path:
         check_weights(config.model.path, library)
     configured_bound(config, model)
+    check_reference(config, vocab_size=model.vocab_size)
 
 
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:

@@ -497,10 +497,15 @@ class Config(Section):
             raise ValueError(
                 f"data.rows is {data.rows!r}, must be {rows!r} with loss.type {self.loss.type!r}; leave it out"
             )
-        refused = [("streaming", data.streaming), ("processor", data.processor is not None)]
-        refused += [("long_sequences: split", data.long_sequences == "split")] if rows == "pairs" else []
+        refused = [("data.streaming", data.streaming), ("data.processor", data.processor is not None)]
+        if rows == "pairs":
+            refused += [("data.long_sequences: split", data.long_sequences == "split")]
+            refused += [
+                (f"eval.sets.{name}.long_sequences: split", each.long_sequences == "split")
+                for name, each in self.eval.sets.items()
+            ]
         if rows != "sequences" and (name := next((name for name, is_set in refused if is_set), None)):
-            raise ValueError(f"loss.type is {self.loss.type!r}, which does not run with data.{name}; leave it out")
+            raise ValueError(f"loss.type is {self.loss.type!r}, which does not run with {name}; leave it out")
         if rows == "pairs" and data.global_batch_sequences % 2:
             raise ValueError(
                 f"data.global_batch_sequences is {data.global_batch_sequences}, must be even with loss.type "

@@ -135,7 +135,7 @@ def stage_state_parts(
     is_last = stage == len(layers_of_stage) - 1
     settings: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
     settings |= {"reduce_every": reduce_every, "gather_every": gather_every, "staged": len(layers_of_stage) > 1}
-    head = bytes_per_element * model.vocab_size * model.hidden_size if is_last else 0
+    head = bytes_per_element * model.head_parameters if is_last else 0
     chunk = loss_bytes(model, bytes_per_element=bytes_per_element) - head if is_last else 0
     head = head if model.adapter is None else 0
     trained = (model.layer_parameters, outer) if model.adapter is None else (model.adapter.layer_parameters, 0)
@@ -267,7 +267,7 @@ def loss_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     """Bytes of the loss: a chunk's logits and the head's gradient."""
     tokens = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element)
     per_word = tokens * _logit_bytes(bytes_per_element) + bytes_per_element * model.hidden_size
-    return model.vocab_size * max(per_word, _LOSS_BYTES_PER_WORD)
+    return model.head_size * max(per_word, _LOSS_BYTES_PER_WORD)
 
 
 def _logit_bytes(bytes_per_element: int) -> int:

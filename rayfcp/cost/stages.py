@@ -29,7 +29,7 @@ def split_by_cost(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
     _check_stages(model.num_layers, num_stages)
     if num_stages == 1:
         return (model.num_layers,)
-    head = model.vocab_size * model.hidden_size / model.layer_matmul_parameters
+    head = model.head_parameters / model.layer_matmul_parameters
     splits = [
         (*split_layers(model.num_layers - last, num_stages - 1), last)
         for last in range(1, model.num_layers - num_stages + 2)
@@ -40,10 +40,10 @@ def split_by_cost(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
 def outer_parameters(model: ModelProfile, *, num_stages: int) -> tuple[int, ...]:
     """Parameters of each stage beside its layers: the embedding on the first, the head on the last; tied, both hold the
     one matrix."""
-    matrix = model.vocab_size * model.hidden_size
+    first, last = model.embedding_parameters, model.head_parameters
     if num_stages == 1:
-        return (matrix if model.tied_embeddings else 2 * matrix,)
-    return (matrix, *[0] * (num_stages - 2), matrix)
+        return (first if model.tied_embeddings else first + last,)
+    return (first, *[0] * (num_stages - 2), last)
 
 
 def check_layers(model: ModelProfile, layers_of_stage: Sequence[int]) -> None:

@@ -78,7 +78,7 @@ class ChatEncoder:
             return make_row(tokens.ids)
         is_trained = trained_tokens(tokens, text=text, spans=[Span(len(prompt), len(text))])
         is_trained[-1] |= tokens.ids[-1] == self._tokenizer.eos_id
-        return _labelled(tokens.ids, is_trained)
+        return labelled(tokens.ids, is_trained)
 
     def _conversation(self, chat: Chat) -> list[TokenRow]:
         template = self._chosen(chat)
@@ -98,7 +98,7 @@ class ChatEncoder:
 
     def _sample(self, text: str, spans: list[Span]) -> TokenRow:
         tokens = self._tokens(text, is_document=False)
-        return _labelled(tokens.ids, trained_tokens(tokens, text=text, spans=spans))
+        return labelled(tokens.ids, trained_tokens(tokens, text=text, spans=spans))
 
     def _tokens(self, text: str, *, is_document: bool) -> SpannedTokens:
         try:
@@ -269,7 +269,12 @@ def trained_tokens(tokens: SpannedTokens, *, text: str, spans: list[Span]) -> np
     return is_trained
 
 
-def _labelled(ids: npt.NDArray[np.int32], is_trained: npt.NDArray[np.bool_]) -> TokenRow:
+def labelled(ids: npt.NDArray[np.int32], is_trained: npt.NDArray[np.bool_]) -> TokenRow:
+    """The row of these tokens, of which the trained ones are the labels.
+
+    Raises:
+        BadRowError: No token is trained.
+    """
     row = make_row(ids, labels=np.where(is_trained, ids, IGNORED))
     if not row.num_targets:
         raise BadRowError(BadReason.NO_TARGETS, "no token of an answer is left")

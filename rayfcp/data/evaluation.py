@@ -1,14 +1,14 @@
 """Evaluation sets as numbered batches: which samples are in a batch depends on nothing but the set and the number."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.data.index import LengthIndex
-from rayfcp.data.sampler import permute
+from rayfcp.data.sampler import permute, with_reference
 from rayfcp.values import GlobalBatch
 
 _SEED = 0
@@ -17,12 +17,13 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """A set `name` in a prepared `folder`; `num_batches` of it are evaluated. `reference`: as of `Sampler`."""
+    """A set `name` in a prepared `folder`, of which the `draws` of the index are evaluated, in this order. `reference`:
+    as of `Sampler`."""
 
     name: str
     folder: str
     index: LengthIndex
-    num_batches: int
+    draws: npt.NDArray[np.int64]
     reference: npt.NDArray[np.float64] | None = None
 
 
@@ -32,14 +33,14 @@ class EvalBatches:
 
     def __init__(self, sets: Sequence[EvalSet], *, batch_sequences: int) -> None:
         self.sets, self._batch_sequences = tuple(sets), batch_sequences
-        self._ends = np.cumsum([each.num_batches for each in sets])
+        self._ends = np.cumsum([0, *(-(-len(each.draws) // self._draws_per_batch(each)) for each in sets)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.sets else 0
+        return int(self._ends[-1])
 
     def set_of(self, number: int) -> EvalSet:
         """The set of batch `number`."""
-        return self.sets[int(np.searchsorted(self._ends, number))]
+        return self.sets[self._place(number)]
 
     def batch(self, number: int) -> GlobalBatch:
         """Batch `number`, which is its `step`.
@@ -49,15 +50,26 @@ class EvalBatches:
         """
         if not 1 <= number <= len(self):
             raise ValueError(f"evaluation batch is {number}, must be in [1, {len(self)}]; count over all sets")
-        own = self.set_of(number)
-        first = (number - 1 - int(self._ends[self.sets.index(own)]) + own.num_batches) * self._batch_draws(own)
-        size = own.index.num_draws
-        taken = np.arange(first, min(first + self._batch_draws(own), size), dtype=np.int64)
-        samples = own.index.samples(permute(taken, size=size, seed=_SEED, epoch=0))
-        known = () if own.reference is None else tuple(own.reference[[each.id for each in samples]].tolist())
-        return GlobalBatch(step=number, epoch=0, samples=samples, reference=known)
+        place = self._place(number)
+        own, size = self.sets[place], self._draws_per_batch(self.sets[place])
+        first = (number - 1 - int(self._ends[place])) * size
+        samples = own.index.samples(own.draws[first : first + size])
+        return with_reference(GlobalBatch(step=number, epoch=0, samples=samples), own.reference)
 
-    def _batch_draws(self, own: EvalSet) -> int:
+    def only(self, draws: Mapping[str, npt.NDArray[np.int64]]) -> "EvalBatches":
+        """Batches of these draws of the sets that are named."""
+        own = [replace(each, draws=draws[each.name]) for each in self.sets if each.name in draws]
+        return EvalBatches(own, batch_sequences=self._batch_sequences)
+
+    def with_references(self, references: Mapping[str, npt.NDArray[np.float64]]) -> "EvalBatches":
+        """The same batches with the reference model's sums, by the name of the set."""
+        own = [replace(each, reference=references[each.name]) for each in self.sets]
+        return EvalBatches(own, batch_sequences=self._batch_sequences)
+
+    def _place(self, number: int) -> int:
+        return int(np.searchsorted(self._ends, number)) - 1
+
+    def _draws_per_batch(self, own: EvalSet) -> int:
         return self._batch_sequences // own.index.samples_per_draw
 
 
@@ -85,6 +97,7 @@ def open_sets(config: Config, folders: Mapping[str, str], *, vocab_size: int) ->
                 f"eval.sets.{name} has no target in {len(index)} sequences, must have one; give sequences of at least "
                 "2 tokens"
             )
-        num_batches = min(-(-len(index) // size), config.eval.batches or len(index))
-        found.append(EvalSet(name=name, folder=folders[name], index=index, num_batches=num_batches))
+        count = min((config.eval.batches or len(index)) * (size // index.samples_per_draw), index.num_draws)
+        draws = permute(np.arange(count, dtype=np.int64), size=index.num_draws, seed=_SEED, epoch=0)
+        found.append(EvalSet(name=name, folder=folders[name], index=index, draws=draws))
     return EvalBatches(found, batch_sequences=size)

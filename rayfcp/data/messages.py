@@ -74,6 +74,12 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
     return Chat(messages=messages, trained=tuple(trained), tools=_tools(record.get("tools")))
 
 
+def role_of(given: Any) -> str | None:
+    """The role of a message as chat templates name it; None if it has none."""
+    role = (given.get("role") or given.get("from")) if isinstance(given, Mapping) else None
+    return _ROLES.get(role, role) if isinstance(role, str) else None
+
+
 def _listed(value: Any, *, name: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise _bad(f"{name} must be a list of messages, is {type(value).__name__}")

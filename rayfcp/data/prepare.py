@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig, SourceConfig
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
+from rayfcp.data.distilled import DISTILLED_COLUMNS, distilled_rows
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,
@@ -31,7 +32,8 @@ from rayfcp.data.manifest import (
     write_manifest,
     write_mixture,
 )
-from rayfcp.data.readers import ChatCall, MediaEncoder, read_rows
+from rayfcp.data.pairs import PAIR_COLUMNS, PairEncoder
+from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
 from rayfcp.data.sources import InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
@@ -109,9 +111,10 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
             f"data.{key} is {tokenizer.name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
             f"{prepared.folder} was prepared; set it, or prepare again"
         )
-    if prepared.rows != (data.rows or "sequences"):
+    rows = data.rows or "sequences"
+    if prepared.rows != rows and (prepared.rows, rows) != ("distilled", "sequences"):
         raise ConfigError(
-            f"data.paths has rows that are {prepared.rows}, must have {data.rows} for loss.type; prepare them again"
+            f"data.paths has rows that are {prepared.rows}, must have {rows} for loss.type; prepare them again"
         )
     _check_bad(prepared, data)
     return prepared
@@ -216,14 +219,7 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{fingerprint}-{split.index:05d}"
-    media: MediaEncoder | None = None
-    chat: ChatCall | None = ChatEncoder(data)
-    if data.processor is not None:
-        from rayfcp.data.vision.processors import load_processor
-        from rayfcp.data.vision.rows import RowEncoder
-
-        media, chat = RowEncoder(load_processor(data.processor), data), None
-    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, media=media, chat=chat)
+    read = _reader(data)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in read(file)):
             num_rows += row.num_rows
@@ -242,6 +238,21 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
         bad_rows=dict(bad),
         named_bad_rows=tuple(named),
     )
+
+
+def _reader(data: DataConfig) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
+    """Return what gives the samples of a file's rows, by the kind of rows."""
+    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column)
+    if data.rows == "pairs":
+        return partial(read, chat=PairEncoder(data), whole=PAIR_COLUMNS)
+    if data.rows == "distilled":
+        return partial(read, chat=distilled_rows, whole=DISTILLED_COLUMNS)
+    if data.processor is None:
+        return partial(read, chat=ChatEncoder(data))
+    from rayfcp.data.vision.processors import load_processor
+    from rayfcp.data.vision.rows import RowEncoder
+
+    return partial(read, media=RowEncoder(load_processor(data.processor), data))
 
 
 def _merged(

@@ -55,6 +55,23 @@ def shuffled(numbers: npt.NDArray[np.int64], *, size: int, seed: int) -> npt.NDA
     return np.concatenate([np.empty(0, dtype=np.int64), *chosen])
 
 
+def with_reference(batch: GlobalBatch, sums: npt.NDArray[np.float64] | None) -> GlobalBatch:
+    """The batch with the sums of its samples by the reference model, of those by sample; as it is if there are none.
+
+    Raises:
+        RuntimeError: the sum of a sample is not known.
+    """
+    if sums is None:
+        return batch
+    own = sums[[each.id for each in batch.samples]]
+    if np.isnan(own).any():
+        sample = batch.samples[int(np.flatnonzero(np.isnan(own))[0])].id
+        raise RuntimeError(
+            f"batch {batch.step}: sample {sample} has no sum by the reference model; start the run again"
+        )
+    return replace(batch, reference=tuple(own.tolist()))
+
+
 def _keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     digest = hashlib.blake2b(f"rayfcp order {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -107,10 +124,7 @@ class Sampler:
         """
         if step < 1:
             raise ValueError(f"step is {step}, must be at least 1; steps count from 1")
-        batch = self._batch(step, first=(step - 1) * self._global_batch)
-        if self.reference is None:
-            return batch
-        return replace(batch, reference=tuple(self.reference[[each.id for each in batch.samples]].tolist()))
+        return with_reference(self._batch(step, first=(step - 1) * self._global_batch), self.reference)
 
     def _batch(self, step: int, *, first: int) -> GlobalBatch:
         """The batch of the run's draws from `first` on."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageRange
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of
-from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, TokenSource
+from rayfcp.execute.interpreter import BatchTokens, Enqueued, Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.losses import loss_of
-from rayfcp.execute.losses.base import BatchLoss, PairLoss, PairValues, pair_values
+from rayfcp.execute.losses.base import BatchLoss, Loss, PairLoss, PairValues, pair_values
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.optimization import LocalAdamW, learning_rate, make_optimizer, totals, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
@@ -83,6 +84,7 @@ class RankEngine:
         self.copies = copies
         self._reader, self._vision = self._open_source(data_dir)
         self._loss = loss_of(config.loss)
+        self._eval_loss = CrossEntropy() if self._loss.has_teacher else self._loss
         self._eval_sources: dict[str, DataSource] = {}
         self._progress = StepProgress()
         self._generation: Generation | None = None
@@ -266,22 +268,28 @@ class RankEngine:
             return None
         clock = self._backend.clock(time.time)
         start = clock.mark()
-        sums, stats = self._scored(program, batch, tokens=tokens, images=images)
+        sums, done = self._scored(program, batch, loss=self._loss, tokens=tokens, images=images)
         values = pair_values(self._loss, sums, reference=batch.reference)
-        return _Pairs(values=values, stats=stats, clock=clock, marks=(start, clock.mark()))
+        return _Pairs(values=values, stats=done.stats, clock=clock, marks=(start, clock.mark()))
 
     def _scored(
-        self, program: RankProgram, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
-    ) -> tuple[Tensor, AttentionStats]:
-        """Sums of terms by sequence, `[sequences]`, over all devices, by the program's forward passes."""
+        self,
+        program: RankProgram,
+        batch: GlobalBatch,
+        *,
+        loss: Loss,
+        tokens: TokenSource,
+        images: ImageSource | None,
+    ) -> tuple[Tensor, Enqueued]:
+        """Sums of terms by sequence, `[sequences]`, over all devices, by the program's forward passes; and these."""
         generation, num_sequences = self.generation, len(batch.samples)
-        loss = BatchLoss(loss=self._loss, row_of=range(num_sequences), num_rows=num_sequences)
+        sums = BatchLoss(loss=loss, row_of=range(num_sequences), num_rows=num_sequences)
         try:
-            done = generation.interpreter.score(program, tokens, images=images, loss=loss)
+            done = generation.interpreter.score(program, tokens, images=images, loss=sums)
         finally:
             release_forward(generation.module)
         own = done.row_sums if self.position.tensor_rank == 0 else torch.zeros_like(done.row_sums)
-        return generation.wait.timed()(generation.groups.sum)(own), done.stats
+        return generation.wait.timed()(generation.groups.sum)(own), done
 
     def _with_pairs(self, report: DeviceReport, pairs: "_Pairs") -> DeviceReport:
         """The report of a step with the forward pass before it."""
@@ -299,10 +307,11 @@ class RankEngine:
         *,
         plan_hash: str,
         folder: str,
+        by_token: bool = False,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
     ) -> BatchLosses:
-        """Losses of a global batch of the prepared `folder` by a program without backward; the state stays as it is.
-        Every device must call it.
+        """Losses of a global batch of the prepared `folder` by a program without backward, `by_token` too if asked; the
+        state stays as it is. Every device must call it.
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
@@ -323,13 +332,23 @@ class RankEngine:
             if source.vision is not None:
                 batch, images, _ = source.vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
             tokens = BatchTokens(source.reader, batch, scores_end=self._loss.scores_end)
-            total = self._scored(program, batch, tokens=tokens, images=images)[0].tolist()
+            sums, done = self._scored(program, batch, loss=self._eval_loss, tokens=tokens, images=images)
+            total = sums.tolist()
         return BatchLosses(
             number=self.position.device,
             by_sequence=tuple(total) if self.position.device == 0 else (),
             num_targets=batch.num_targets,
             seconds=time.perf_counter() - start_s,
+            **self._own_terms(done) if by_token else {},
         )
+
+    def _own_terms(self, done: Enqueued) -> dict[str, Any]:
+        """Terms of the tokens of this device as of `BatchLosses`; tensor-parallel devices of a rank have the same."""
+        own = [each for each in done.terms if each.pieces and self.position.tensor_rank == 0]
+        if not own:
+            return {}
+        terms = torch.cat([each.terms for each in own]).to(torch.promote_types(self.dtype, torch.float32))
+        return {"pieces": tuple(piece for each in own for piece in each.pieces), "terms": terms.cpu().numpy()}
 
     def _eval_source(self, folder: str) -> DataSource:
         """The source of a folder, which stays open."""

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from rayfcp.config import ConfigError
+from rayfcp.program import Piece
 from rayfcp.values import PairStats, Span, StateId
 from rayfcp.values.state import ShardEntry
 
@@ -166,12 +170,15 @@ class DeviceReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLosses:
     """Losses of an evaluated batch, summed over all devices: `by_sequence` from device 0, empty from the others;
-    `num_targets` that count. `seconds`: of this device."""
+    `num_targets` that count. `seconds`: of this device. `terms`: of the tokens of its own `pieces` end to end,
+    `[tokens]`, where they were asked for."""
 
     number: int
     by_sequence: tuple[float, ...]
     num_targets: int
     seconds: float
+    pieces: tuple[Piece, ...] = ()
+    terms: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from rayfcp.models.attention_hook import IMPLEMENTATION, compile_around_attentio
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import (
     MARK,
+    REWARD_HEAD,
     keywords_of,
     library_name,
     lora_module,
@@ -175,10 +176,11 @@ def random_model(
 def _fill_first(
     model: CausalLM, initializer: Initializer, *, config: PreTrainedConfig, path: str | None, only_frozen: bool = False
 ) -> None:
-    """Initial weights: those of adapters drawn, the others from `path` or drawn too; and all buffers. `only_frozen`:
-    of parameters that are not trained alone."""
+    """Initial weights: those of adapters drawn, the others from `path` or drawn too, a reward model's head where the
+    files have none; and all buffers. `only_frozen`: of parameters that are not trained alone."""
     names = {name for name, each in model.named_parameters() if not (only_frozen and each.requires_grad)}
-    initializer.fill(model, names={name for name in names if MARK in name} if path else names)
+    drawn = {name for name in names if MARK in name or name.startswith(f"model.{REWARD_HEAD}.")}
+    initializer.fill(model, names=drawn if path else names)
     if path:
         fill_pretrained(model.model, path, config=config, only_frozen=only_frozen)
     if any(MARK in name for name in names):

@@ -1,4 +1,5 @@
-"""A Hugging Face causal language model, or one stage of it, for the interpreter; and the loss of its output head.
+"""A Hugging Face causal language model or reward model, or one stage of it, for the interpreter; and the loss of its
+output head.
 
 Logits exist for a chunk of the tokens at a time. Where the backward pass follows at once, gradients of the sum of
 losses are computed in the forward pass, chunk by chunk, so that logits are computed once: a chunk's logits become its
@@ -19,7 +20,7 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.losses.base import Targets, wide
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
-from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
+from rayfcp.models.stages import Stage, cut, decoder_layers, enter, head_of, is_tied
 
 if TYPE_CHECKING:
     from rayfcp.execute.vision import PlacedFeatures
@@ -95,7 +96,8 @@ def _require_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
 
 
 class CausalLM(StageModule):
-    """Wraps a `*ForCausalLM`; parameters are the library's own, under `model`.
+    """Wraps a `*ForCausalLM`, or a `*ForSequenceClassification` of one label; parameters are the library's own, under
+    `model`.
 
     Args:
         model: From the transformers library, with our attention implementation set; layers of other stages are removed.
@@ -123,8 +125,8 @@ class CausalLM(StageModule):
 
     @property
     def head(self) -> nn.Module:
-        """What gives logits, on the last stage."""
-        return self.model.get_output_embeddings()  # type: ignore[no-any-return]
+        """Gives logits or rewards, on the last stage."""
+        return head_of(self.model)  # type: ignore[no-any-return]
 
     @property
     def layers(self) -> nn.ModuleList:

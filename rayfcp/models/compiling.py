@@ -16,13 +16,12 @@ from rayfcp.cost.fit import PassShape
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.losses.base import Targets
-from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.models.build import DTYPES, WITHOUT_ADAPTERS, Initializer, compile_parts, empty_model
 from rayfcp.models.causal_lm import CausalLM
-from rayfcp.models.describe import model_config
+from rayfcp.models.describe import configured_model
 from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import text_of
-from rayfcp.models.selfcheck import lone_context
+from rayfcp.models.selfcheck import additive_loss, lone_context
 from rayfcp.models.stages import Stage
 from rayfcp.values.layers import count_kinds
 
@@ -54,7 +53,7 @@ def runs_compiled(
         choice = choice and config.model.lora.quantize is None
     if not choice:
         return False
-    library = model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen)
+    library = configured_model(config, vocab_size=vocab_size)
     lora = config.model.lora
     fault = fault_of_compiled(
         library, dtype=config.model.dtype, device=device, kernel=kernel, backend=backend, lora=lora
@@ -141,7 +140,9 @@ def _results(
     positions = torch.cat([torch.arange(length, device=parameter.device) for length in _LENGTHS])
     shape = PassShape(degree=1, lengths=_LENGTHS, layer_kinds=count_kinds(kinds_of_layers(text)))
     context = lone_context(shape, kernel=kernel)
-    out = model(tokens if model.stage.is_first else hidden, positions, Targets.of(tokens, loss=CrossEntropy()), context)
+    out = model(
+        tokens if model.stage.is_first else hidden, positions, Targets.of(tokens, loss=additive_loss(config)), context
+    )
     model.zero_grad()  # to None: what was returned before stays
     out.backward(torch.randn(out.shape, dtype=out.dtype, **drawn))
     gradients = {f"gradient of {name.removeprefix('model.')}": each.grad for name, each in model.named_parameters()}

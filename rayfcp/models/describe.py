@@ -6,14 +6,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
 from rayfcp.data.hub import locate
 from rayfcp.models.layers import check_experts, check_layer_types, expert_matrices, kinds_of_layers, num_experts
-from rayfcp.models.library import lora_module, make_language_model, text_of, vision_family, with_layers
+from rayfcp.models.library import (
+    has_reward_head,
+    is_saved_classifier,
+    lora_module,
+    make_language_model,
+    text_of,
+    vision_family,
+    with_layers,
+)
 from rayfcp.models.rope import has_rope, original_positions, set_rope
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
@@ -40,14 +48,16 @@ _SAME_NAMES = (
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def model_config(config: ModelConfig, *, vocab_size: int, max_seqlen: int | None = None) -> PreTrainedConfig:
-    """The library's configuration of the run's model. `max_seqlen`: of the run, for positions that depend on it
-    (`rope.set_rope`).
+def model_config(
+    config: ModelConfig, *, vocab_size: int, max_seqlen: int | None = None, is_reward: bool = False
+) -> PreTrainedConfig:
+    """The library's configuration of the run's model, which `has_reward_head` if `is_reward`. `max_seqlen`: of the run,
+    for positions that depend on it (`rope.set_rope`).
 
     Raises:
         ConfigError: The model cannot be found, does not state its shape, or uses what we do not run (attention that is
             neither full nor over a window, capped logits, attention sinks, router losses, dropout, other modalities),
-            or `model.rope` does not fit it.
+            `model.rope` does not fit it, or it cannot have the head of a reward model, or must have it.
     """
     if config.path:
         found = _from_path(config.path)
@@ -66,6 +76,7 @@ def model_config(config: ModelConfig, *, vocab_size: int, max_seqlen: int | None
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
         text.pad_token_id = None
     set_rope(found, config.rope, max_seqlen=max_seqlen)
+    _set_head(found, config, is_reward=is_reward)
     _check_runs(text)
     if found.model_type in VISION_FAMILIES:
         layer = getattr(found, "vision_feature_layer", -1)
@@ -73,6 +84,13 @@ def model_config(config: ModelConfig, *, vocab_size: int, max_seqlen: int | None
             raise ConfigError(f"model: vision_feature_layer is {layer}, must be -1, the encoder's last; set it to -1")
         _check_dropout(found.vision_config)
     return found
+
+
+def configured_model(config: Config, *, vocab_size: int) -> PreTrainedConfig:
+    """`model_config` of a run."""
+    is_reward = config.loss.type == "reward"
+    max_seqlen = config.data.max_seqlen
+    return model_config(config.model, vocab_size=vocab_size, max_seqlen=max_seqlen, is_reward=is_reward)
 
 
 def check_limits(library: PreTrainedConfig, config: Config) -> None:
@@ -106,6 +124,26 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
         raise ConfigError(
             f"train.recompute_layers is {config.train.recompute_layers}, the model has {num_layers} layers; lower it"
         )
+
+
+def _set_head(found: PreTrainedConfig, config: ModelConfig, *, is_reward: bool) -> None:
+    """
+    Raises:
+        ConfigError: See `model_config`.
+    """
+    labels, is_vlm = found.num_labels, found.model_type in VISION_FAMILIES
+    if config.init == "pretrained" and is_saved_classifier(found) and not (is_reward and labels == 1):
+        raise ConfigError(
+            f"model.path is {config.path!r}, a classifier of {labels} labels, must be a causal LM, or of one label "
+            "with loss.type=reward; give another folder"
+        )
+    if is_reward and (is_vlm or type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING):
+        why = "has a vision encoder" if is_vlm else "has no sequence classifier in transformers"
+        raise ConfigError(
+            f"loss.type is 'reward', which does not run with {found.model_type}: it {why}; choose another model, e.g. "
+            "a qwen3 or llama"
+        )
+    found.num_labels = 1 if is_reward else 2
 
 
 def _longer(text: Any, config: Config) -> str:
@@ -264,7 +302,8 @@ def _around(config: PreTrainedConfig, *, freeze_vision: bool, lora: LoraConfig |
     """Fields of a profile that the language model's configuration does not tell."""
     has_adapters, family = lora is not None and lora.rank is not None, vision_family(config)
     return {
-        "tied_embeddings": bool(config.tie_word_embeddings),
+        "tied_embeddings": bool(config.tie_word_embeddings) and not has_reward_head(config),
+        "num_outputs": 1 if has_reward_head(config) else None,
         "vision": None if family is None else family.profile(config, frozen=freeze_vision or has_adapters),
         "adapter": lora_module().adapter_profile(config, lora) if has_adapters else None,
     }

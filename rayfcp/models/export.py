@@ -18,10 +18,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.data import DataConfig
 from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES, random_model
-from rayfcp.models.describe import model_config
-from rayfcp.models.library import lora_module
+from rayfcp.models.describe import configured_model
+from rayfcp.models.library import has_reward_head, lora_module
 from rayfcp.models.pretrained import aliases_of, library_on_meta
 
 _PREFIX = "model.model."
@@ -54,8 +55,11 @@ def export_checkpoint(
         raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
     if merge and not has_adapters:
         raise ConfigError("--merge is given, the run has no adapters (model.lora.rank); leave it out")
-    library = library_on_meta(model_config(config.model, vocab_size=vocab_size, max_seqlen=config.data.max_seqlen))
+    library = library_on_meta(configured_model(config, vocab_size=vocab_size))
     target.mkdir(parents=True, exist_ok=True)
+    tokenizer = _copied_tokenizer(config.data, target)
+    if has_reward_head(library.config):
+        _set_padding(library.config, tokenizer)
     if not has_adapters or merge:
         held = _whole_state(config, library.config, Path(checkpoint)) if merge or config.model.freeze_vision else None
         _write_weights(_as_in_files(library, Path(checkpoint), dtype=DTYPES[config.model.dtype], held=held), target)
@@ -65,24 +69,33 @@ def export_checkpoint(
             library.generation_config.save_pretrained(target)
     else:
         _write_adapters(config, library, Path(checkpoint), target)
-    tokenizer = config.data.processor or config.data.tokenizer
-    if tokenizer not in (None, "bytes"):
-        _copy_tokenizer(tokenizer, target, is_processor=config.data.processor is not None)
 
 
-def _copy_tokenizer(name: str, target: Path, *, is_processor: bool) -> None:
-    """Save the tokenizer, and copy the further files of a processor."""
+def _set_padding(config: PreTrainedConfig, tokenizer: Any) -> None:
+    """Name the token that pads batches: a reward is that of the last other token, and without one the library refuses
+    batches. None if the tokenizer pads with what ends its sequences, whose reward would be that of the token before."""
+    pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    config.pad_token_id = None if pad is None or pad == end or pad >= config.vocab_size else pad
+
+
+def _copied_tokenizer(data: DataConfig, target: Path) -> Any:
+    """Save the tokenizer, and copy the further files of a processor; return the tokenizer, None if it has no files."""
+    name, is_processor = data.processor or data.tokenizer, data.processor is not None
+    if name in (None, "bytes"):
+        return None
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
     source, local_only = locate(name, key="data.processor" if is_processor else "data.tokenizer")
     options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
     options["_raise_exceptions_for_connection_errors"] = False
-    AutoTokenizer.from_pretrained(source, local_files_only=local_only).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+    tokenizer.save_pretrained(target)
     for file in _PROCESSOR_FILES if is_processor else ():
         found = cached_file(source, file, **options)
         if found is not None:
             shutil.copyfile(found, target / file)
+    return tokenizer
 
 
 def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
 
@@ -32,6 +33,10 @@ WINDOW = 7
 
 MARK = ".lora_"
 """In the names of all parameters of adapters, and of no others."""
+
+
+REWARD_HEAD = "score"
+"""Name of the head in the library's `*ForSequenceClassification`."""
 
 
 def library_name(name: str) -> str:
@@ -60,6 +65,16 @@ def text_of(config: PreTrainedConfig) -> Any:
     return config.get_text_config()
 
 
+def has_reward_head(config: PreTrainedConfig) -> bool:
+    """True if the head gives a reward, one number, in place of logits: a classifier of one label in the library."""
+    return bool(config.num_labels == 1)
+
+
+def is_saved_classifier(config: PreTrainedConfig) -> bool:
+    """True if the configuration was saved with the weights of a `*ForSequenceClassification`."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
 def vision_family(config: PreTrainedConfig) -> "type[VisionFamily] | None":
     """Record of a VLM's family; None for a text model, which never imports `rayfcp.models.vision`."""
     if config.model_type not in VISION_FAMILIES:
@@ -70,9 +85,10 @@ def vision_family(config: PreTrainedConfig) -> "type[VisionFamily] | None":
 
 
 def make_library_model(config: PreTrainedConfig, *, attention: str | None = None, **keywords: Any) -> Any:
-    """A model with a head for next tokens. `attention`: implementation in the language model, with which a vision
-    encoder runs ours too; by default the library chooses."""
+    """A model with a head for next tokens, or for a reward. `attention`: implementation in the language model, with
+    which a vision encoder runs ours too; by default the library chooses."""
     auto: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    auto = AutoModelForSequenceClassification if has_reward_head(config) else auto
     if attention is not None and config.model_type in VISION_FAMILIES:
         from rayfcp.models.vision import IMPLEMENTATION
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.models.library import MARK, library_name
+from rayfcp.models.library import MARK, REWARD_HEAD, has_reward_head, library_name
 from rayfcp.models.nf4 import BLOCK, Nf4Linear
 from rayfcp.models.pretrained import library_on_meta
-from rayfcp.models.stages import decoder_layers
+from rayfcp.models.stages import decoder_layers, head_of
 from rayfcp.values import AdapterProfile
 
 _PREFIX = "base_model.model."
@@ -36,8 +36,8 @@ _ALL = "all-linear"
 
 
 def inject(library: Any, lora: LoraConfig) -> PeftConfig:
-    """Wrap linear layers of the decoder's layers in place, on the meta device, and freeze all other parameters; return
-    PEFT's configuration, with names by which PEFT finds the same layers.
+    """Wrap linear layers of the decoder's layers in place, on the meta device, and freeze all other parameters, but for
+    the head of a reward model; return PEFT's configuration, with names by which PEFT finds the same layers.
 
     Raises:
         ConfigError: A target is no linear layer of the decoder, or layers differ in their targets.
@@ -48,13 +48,16 @@ def inject(library: Any, lora: LoraConfig) -> PeftConfig:
         target_modules=_targets(library, lora),
         use_dora=lora.dora,
         use_rslora=lora.rslora,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_reward_head(library.config) else "CAUSAL_LM",
     )
     try:
         inject_adapter_in_model(config, library, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise _refused(lora, " ".join(str(error).split())[:200]) from error
     _check_layers(library, lora)
+    if has_reward_head(library.config):
+        head_of(library).requires_grad_(True)
+        config.modules_to_save = [REWARD_HEAD]  # now, since PEFT would have wrapped it
     return config
 
 
@@ -170,9 +173,10 @@ def adapter_profile(config: PreTrainedConfig, lora: LoraConfig) -> AdapterProfil
 
 
 def save(library: Any, tensors: dict[str, Tensor], *, settings: PeftConfig, folder: Path, base: str | None) -> None:
-    """Write `tensors`, the adapters of an injected model by name, and their settings as PEFT does. `base`: folder or
+    """Write `tensors`, what was trained of an injected model by name, and the settings as PEFT does. `base`: folder or
     hub name of the weights that they belong to."""
     state = get_peft_model_state_dict(library, state_dict=tensors, adapter_name=ADAPTER, save_embedding_layers=False)
+    state |= {name: each for name, each in tensors.items() if MARK not in name}
     named = {f"{_PREFIX}{name}": each.contiguous() for name, each in state.items()}
     save_file(named, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
     if isinstance(settings.target_modules, set):

@@ -25,7 +25,7 @@ from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
-from rayfcp.models.library import library_name, make_library_model
+from rayfcp.models.library import REWARD_HEAD, has_reward_head, is_saved_classifier, library_name, make_library_model
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.values.state import Box
 
@@ -229,8 +229,8 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 @torch.no_grad()
 def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, only_frozen: bool = False) -> None:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
-    sharded tensors this device's part; not those of adapters. No communication. `only_frozen`: parameters that are not
-    trained, and nothing else.
+    sharded tensors this device's part; not those of adapters, nor a reward model's head if the files are of a causal
+    LM. No communication. `only_frozen`: parameters that are not trained, and nothing else.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
@@ -271,6 +271,8 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], library: Any, files: WeightFile
                 f"{name} and {first} differ, but its config.json ties them; set tie_word_embeddings to false there"
             )
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in filled)
+    if has_reward_head(library.config) and not is_saved_classifier(library.config):
+        missing = [name for name in missing if not name.startswith(f"{REWARD_HEAD}.")]  # it is drawn
     if missing:
         raise files.error(f"its files lack {_listed(missing)}; {_FITTING}")
 
@@ -312,30 +314,53 @@ def _sources(files: WeightFiles, library: Any, *, wanted: Iterable[str]) -> Iter
 
 
 def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
-    """Recipes by first target, in the library's order, which is that of parts to be stacked."""
-    # Imported here: models with random weights need none of these recent parts of the library.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    """Recipes by first target, in the library's order, which is that of parts to be stacked. What only a causal LM has
+    is left out of a reward model."""
+    from transformers.core_model_loading import dot_natural_key
 
-    mapping = get_model_conversion_mapping(library)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-    state, prefix = library.state_dict(), library.base_model_prefix
     recipes: dict[str, _Recipe] = {}
-    unexpected = []
+    unexpected, own, causal = [], _Naming(library), _causal_naming(library)
     for key in sorted(files.names, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = key, None
-        if name in state:
-            recipe = recipes.setdefault(name, _Recipe(converter_of[pattern] if pattern else None))
+        name, pattern = own.of(key)
+        if name in own.state:
+            recipe = recipes.setdefault(name, _Recipe(own.converter_of[pattern] if pattern else None))
             recipe.parts.append((key, pattern or key))
-        elif not _is_ignored(key, name, library):
+        elif not _is_ignored(key, name, library) and not (causal and causal.of(key)[0] in causal.state):
             unexpected.append(key)
     if unexpected:
         raise files.error(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files; {_FITTING}")
     return recipes
+
+
+class _Naming:
+    """Names in the library's model of tensors in files, by the renamings and conversions of its family."""
+
+    def __init__(self, library: Any) -> None:
+        # Imported here: models with random weights need none of these recent parts of the library.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(library)
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self.converter_of = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self.state, self._prefix = library.state_dict(), library.base_model_prefix
+
+    def of(self, key: str) -> tuple[str, str | None]:
+        """Name of a file's tensor, and the pattern of its conversion if it has one."""
+        from transformers.core_model_loading import rename_source_key
+
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self.state)
+        return (key, None) if name not in self.state and key in self.state else (name, pattern)
+
+
+def _causal_naming(library: Any) -> _Naming | None:
+    """Names in the causal LM of a reward model; None of any other model."""
+    if not has_reward_head(library.config):
+        return None
+    config = copy.deepcopy(library.config)
+    config.num_labels = 2
+    return _Naming(library_on_meta(config))
 
 
 def _is_ignored(key: str, name: str, library: Any) -> bool:

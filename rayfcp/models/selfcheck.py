@@ -20,13 +20,14 @@ from rayfcp.cost.stages import split_layers
 from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import AttentionKernel, pick_kernel
-from rayfcp.execute.losses.base import Targets
+from rayfcp.execute.losses.base import Loss, Targets
 from rayfcp.execute.losses.cross_entropy import CrossEntropy
+from rayfcp.execute.losses.reward import RewardModel
 from rayfcp.execute.parallel.transport import LoneTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.layers import kinds_of_layers
-from rayfcp.models.library import VOCAB_SIZE, make_library_model, narrowed, text_of, vision_family
+from rayfcp.models.library import VOCAB_SIZE, has_reward_head, make_library_model, narrowed, text_of, vision_family
 from rayfcp.models.stages import stages_of
 from rayfcp.program import Forward, lower
 from rayfcp.values import LayerKinds
@@ -48,7 +49,8 @@ _RECOMPUTED_LAYERS = 1
 def check_supported(config: PreTrainedConfig, *, num_stages: int = 1) -> None:
     """Compare loss and gradient norm of packed sequences with our attention to those of the library's attention
     (sdpa), one sequence at a time, on a tiny model of the same family in fp32 on the CPU: two sequences of text, for a
-    VLM one with an image, and with several stages the text on a model cut into up to three.
+    VLM one with an image, and with several stages the text on a model cut into up to three. The loss of a reward model
+    is the sum of its rewards.
 
     The global random state is not changed.
 
@@ -102,10 +104,12 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
         stages = _cut(own, ours, num_stages=min(num_stages, own.num_hidden_layers))
         found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows, layer_kinds=kinds), stages)
     given = [{"input_ids": row[None]} for row in rows] + ([example.library_inputs] if example else [])
-    alone = [
-        F.cross_entropy(theirs(**each, use_cache=False).logits[0], _shifted(each["input_ids"][0]), reduction="sum")
-        for each in given
-    ]
+    logits = [theirs(**each, use_cache=False).logits[0] for each in given]
+    if has_reward_head(own):
+        return found, _result(torch.cat(logits).sum(), [theirs])
+    rows = [each["input_ids"][0] for each in given]
+    pairs = zip(logits, rows, strict=True)
+    alone = [F.cross_entropy(each, _words(row, CrossEntropy()), reduction="sum") for each, row in pairs]
     return found, _result(torch.stack(alone).sum(), [theirs])
 
 
@@ -141,8 +145,8 @@ def _packed(
         positions, rows = [*positions, example.positions(model.model)], [*rows, example.ids]
     shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), layer_kinds=layer_kinds)
     context = lone_context(shape, kernel=pick_kernel("cpu"), recomputed_layers=_RECOMPUTED_LAYERS)
-    words = torch.cat([_shifted(row) for row in rows])
-    passed, targets = torch.cat(list(rows)), Targets.of(words, loss=CrossEntropy())
+    loss = additive_loss(stages[-1].model.config)
+    passed, targets = torch.cat(list(rows)), Targets.of(torch.cat([_words(row, loss) for row in rows]), loss=loss)
     axes = positions[-1].shape[:-1]
     where = torch.cat([each.expand(*axes, len(row)) for each, row in zip(positions, rows, strict=True)], dim=-1)
     for model in stages:
@@ -171,8 +175,15 @@ def _disturb(model: nn.Module, generator: torch.Generator) -> None:
         parameter.add_(noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1))
 
 
-def _shifted(row: Tensor) -> Tensor:
-    return torch.cat([row[1:], torch.tensor([IGNORED])])
+def additive_loss(config: PreTrainedConfig) -> Loss:
+    """A loss for the model's head that is a sum over tokens: cross entropy, or a sum of rewards."""
+    return RewardModel(center=0.0) if has_reward_head(config) else CrossEntropy()
+
+
+def _words(row: Tensor, loss: Loss) -> Tensor:
+    """What a sequence's tokens are compared with: those that follow; or 0 for the last one, if only that has a term."""
+    ignored = torch.tensor([IGNORED])
+    return torch.cat([ignored.expand(len(row) - 1), torch.tensor([0])] if loss.scores_end else [row[1:], ignored])
 
 
 def _result(loss: Tensor, models: Sequence[nn.Module]) -> Result:

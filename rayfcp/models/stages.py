@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rayfcp.models.library import REWARD_HEAD, has_reward_head
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -86,9 +88,14 @@ class StageInput(SkippedModule):
         return hidden
 
 
+def head_of(library: Any) -> Any:
+    """The module that makes logits, or rewards, of the decoder's output; None if there is none."""
+    return getattr(library, REWARD_HEAD) if has_reward_head(library.config) else library.get_output_embeddings()
+
+
 def is_tied(library: Any) -> bool:
     """True if embedding and head are one matrix."""
-    outputs = library.get_output_embeddings()
+    outputs = head_of(library)
     return outputs is not None and library.get_input_embeddings().weight is outputs.weight
 
 
@@ -122,7 +129,7 @@ def _others(library: Any, stage: Stage) -> Iterator[nn.Module]:
         elif any(True for _ in module.parameters()) and not (keeps_embedding if module is embedding else is_ours):
             yield module
     if not stage.is_last:
-        yield library.get_output_embeddings()
+        yield head_of(library)
 
 
 def enter(decoder: nn.Module, hidden: Tensor) -> dict[str, Tensor]:

@@ -93,8 +93,7 @@ class Machine:
     @cached_property
     def head_s_per_token(self) -> float:
         """Seconds of the output head, once a pass."""
-        parameters = self.model.vocab_size * self.model.hidden_size
-        return 2.0 * parameters / (self.peak_flops * self.hardware.linear_efficiency)
+        return 2.0 * self.model.head_parameters / (self.peak_flops * self.hardware.linear_efficiency)
 
     @cached_property
     def before_share(self) -> float:
@@ -187,7 +186,7 @@ class StageModel:
     @property
     def linear_flops_per_token(self) -> float:
         """Forward, outside attention."""
-        head = self.model.vocab_size * self.model.hidden_size if self.last else 0
+        head = self.model.head_parameters if self.last else 0
         return 2.0 * (self.num_layers * self.model.layer_matmul_parameters + head)
 
     def attention_flops(self, pairs: Floats) -> Floats:

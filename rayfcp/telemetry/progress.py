@@ -75,6 +75,13 @@ class Terminal:
         self._bar.update(self._task, completed=min(completed, self._total), description=text)
         return True
 
+    def describe(self, text: str) -> bool:
+        """Show a text beside the bar, which stays where it is; False without a bar."""
+        if self._bar is None:
+            return False
+        self._bar.update(self._task, description=fitting((text,), width=self._text_width))
+        return True
+
     def show_step(self, step: int, parts: Sequence[str]) -> None:
         """Update the bar; without one, write a line for the first step, the last, and every `LINE_EVERY_S`."""
         if self.move(step, parts) or step == self._shown_step:
@@ -113,18 +120,31 @@ class Progress(Terminal):
 
     def __init__(self, total_steps: int, *, stream: TextIO | None = None) -> None:
         super().__init__(total_steps, eta=True, stays=True, stream=stream)
+        self._evaluating_at_s = time.monotonic()
 
     def update(self, report: StepReport) -> None:
         """Show a committed step."""
         self.show_step(report.step, describe(report))
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Show how much of an evaluation is done: beside the bar, or in a line every `LINE_EVERY_S` of a longer one."""
+        text, now_s = f"evaluating: batch {done} of {total}", time.monotonic()
+        if done == 0:
+            self._evaluating_at_s = now_s
+        if not self.describe(text) and now_s - self._evaluating_at_s >= LINE_EVERY_S:
+            self._evaluating_at_s = now_s
+            self.log(text)
+
 
 def describe(report: StepReport) -> tuple[str, ...]:
     """Return what is shown of a step, the most important first: `loss 5.54`, `val loss 5.61` where the state after it
-    was evaluated, `9,876 tok/s`, `2.50 s`, `imbalance 3 %`, `degrees 4, 2, 1 (x3)`."""
+    was evaluated, `accuracy 68 %` and `margin 0.42` of pairs, `9,876 tok/s`, `2.50 s`, `imbalance 3 %`,
+    `degrees 4, 2, 1 (x3)`."""
+    pairs = report.pairs
     return (
         f"loss {number(report.loss)}",
         *(f"{name} loss {number(result.loss)}" for name, result in report.eval.items()),
+        *([f"accuracy {percent(pairs.accuracy)}", f"margin {number(pairs.margin)}"] if pairs is not None else []),
         f"{number(tokens_per_s(report))} tok/s",
         seconds(report.step_s),
         f"imbalance {percent(report.imbalance.compute)}",

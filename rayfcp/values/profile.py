@@ -85,6 +85,8 @@ class ModelProfile:
 
     `kind_of_layer`: the kind of each layer; empty where all have full attention. `keeps_attention`: recomputed layers
     keep the output and the logsumexp of attention, so that its forward pass is not repeated.
+
+    `num_outputs`: of the head; the vocabulary if None.
     """
 
     name: str
@@ -104,6 +106,7 @@ class ModelProfile:
     vision: VisionProfile | None = None
     keeps_attention: bool = False
     adapter: AdapterProfile | None = None
+    num_outputs: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.kind_of_layer) not in (0, self.num_layers):
@@ -152,10 +155,24 @@ class ModelProfile:
         return attention + (self.num_experts * self.hidden_size if self.has_experts else 0)
 
     @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output head, which are the embedding's too if `tied_embeddings`."""
+        return self.head_size * self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """Outputs of the head."""
+        return self.vocab_size if self.num_outputs is None else self.num_outputs
+
+    @property
     def num_parameters(self) -> int:
         """Parameters in matrices; norms are left out (under 0.1 %)."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer_parameters + embeddings
+        outer = self.embedding_parameters + (0 if self.tied_embeddings else self.head_parameters)
+        return self.num_layers * self.layer_parameters + outer
 
     @property
     def num_trained(self) -> int:
@@ -183,7 +200,7 @@ class ModelProfile:
     @property
     def linear_flops_per_token(self) -> float:
         """Forward FLOPs per token outside attention: 2 per matmul parameter, output head included."""
-        return 2.0 * (self.num_layers * self.layer_matmul_parameters + self.vocab_size * self.hidden_size)
+        return 2.0 * (self.num_layers * self.layer_matmul_parameters + self.head_parameters)
 
     @property
     def attention_flops_per_pair(self) -> float:

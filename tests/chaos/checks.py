@@ -68,6 +68,8 @@ class Audience:
     def log(self, text: str) -> None:
         self.lines.append(text)
 
+    def evaluating(self, done: int, total: int) -> None: ...
+
     def update(self, report: StepReport) -> None:
         self.look()
 

@@ -64,6 +64,8 @@ class Trouble:
         for start in [each for each in self._on_line if text.startswith(each)]:
             self._on_line.pop(start)()
 
+    def evaluating(self, done: int, total: int) -> None: ...
+
     def update(self, report: StepReport) -> None:
         for step in [each for each in self._on_step if each <= report.step]:
             self._on_step.pop(step)()

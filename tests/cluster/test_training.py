@@ -120,6 +120,8 @@ class Scraper:
     def log(self, text: str) -> None:
         """Messages are not looked at."""
 
+    def evaluating(self, done: int, total: int) -> None: ...
+
     def update(self, report: StepReport) -> None:
         if report.step == 3:
             target = json.loads((self._run_dir / "prometheus_sd.json").read_text())[0]["targets"][0]

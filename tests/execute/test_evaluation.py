@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,12 +57,13 @@ class Evaluated(Engine):
         self._folder = str(Path(config.run_dir).parent / "val")
         self._batches = open_sets(config, {"val": self._folder}, vocab_size=data.vocab_size)
 
-    def evaluate(self, number: int, *, tokens: int = SMALL) -> BatchLosses:
+    def evaluate(self, number: int, *, tokens: int = SMALL, by_token: bool = False) -> BatchLosses:
         position, batch = self.position, self._batches.batch(number)
         sequences = sequences_of(batch, layer_kinds=self._data.model.layer_kinds)
         programs = lower(self._plan(sequences, tokens), sequences, forward_only=True)
         program = programs[position.stage * position.num_ranks + position.rank]
-        return self.engine.evaluate(program, batch, plan_hash=program.plan_hash, folder=self._folder)
+        given = {"plan_hash": program.plan_hash, "folder": self._folder, "by_token": by_token}
+        return self.engine.evaluate(program, batch, **given)
 
     def _plan(self, sequences: tuple[SequenceSpec, ...], tokens: int) -> BatchPlan:
         stages, ranks = self.position.num_stages, self.position.num_ranks
@@ -87,8 +89,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def alone(config: Config, folder: Path, batch: GlobalBatch) -> list[float]:
-    """Losses of the initial model by sequence, by the library's attention, in one process."""
+def alone(config: Config, folder: Path, batch: GlobalBatch) -> list[list[float]]:
+    """Losses of the initial model by sequence and token, by the library's attention, in one process."""
     data = open_dataset(config, data_dir=str(folder / "shards"))
     model = random_model(data.library, dtype="float32", seed=0).model
     model.set_attn_implementation("sdpa")
@@ -97,32 +99,43 @@ def alone(config: Config, folder: Path, batch: GlobalBatch) -> list[float]:
         ids, targets = (torch.from_numpy(each) for each in tokens.read(number, start=0, stop=sample.num_tokens))
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0].double()
-        found.append(float(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")))
+        found.append(F.cross_entropy(logits, targets, ignore_index=-100, reduction="none").tolist())
     return found
 
 
 def test_losses_are_those_of_one_process_on_any_world(folder: Path) -> None:
+    """By sequence, and by token, each of which one device reports."""
     config = config_of(folder)
-    batches = open_sets(config, {"val": str(folder / "val")}, vocab_size=300)
-    want = alone(config, folder, batches.batch(1))
-    for index, losses in enumerate(on_processes(_on_worlds, folder, size=4)[0]):
-        assert losses == pytest.approx(want, rel=1e-6, abs=1e-6), WORLDS[index // 2]
+    want = alone(config, folder, open_sets(config, {"val": str(folder / "val")}, vocab_size=300).batch(1))
+    by_process = on_processes(_on_worlds, folder, size=4)
+    for case, whole in by_process[0].items():
+        assert whole.by_sequence == pytest.approx([sum(each) for each in want], rel=1e-6, abs=1e-6), case
+        found = [np.full(len(each), np.nan) for each in want]
+        for report in (process[case] for process in by_process if case in process):
+            if report.terms is None:  # a device before the last stage, or without tokens
+                continue
+            parts = np.split(report.terms, np.cumsum([each.num_tokens for each in report.pieces])[:-1])
+            for piece, part in zip(report.pieces, parts, strict=True):
+                assert np.isnan(found[piece.sequence][piece.start : piece.stop]).all(), "one device has a token"
+                found[piece.sequence][piece.start : piece.stop] = part
+        for mine, own in zip(found, want, strict=True):
+            assert mine == pytest.approx(own, rel=1e-5, abs=1e-5), case
 
 
-def _on_worlds(number: int, client: dist.Store, folder: Path) -> list[tuple[float, ...]]:
+def _on_worlds(number: int, client: dist.Store, folder: Path) -> dict[tuple[tuple[int, int, int], int], BatchLosses]:
     config = config_of(folder)
     data = open_dataset(config, data_dir=str(folder / "shards"))
-    found = []
+    found = {}
     for index, world in enumerate(WORLDS):
         if number < math.prod(world):
             made = Evaluated(config, data, number=number, world=world)
             made.join(dist.PrefixStore(str(index), client))
             for tokens in (SMALL, LARGE):
-                report = made.evaluate(1, tokens=tokens)
+                report = found[world, tokens] = made.evaluate(1, tokens=tokens, by_token=True)
                 assert report.number == number and bool(report.by_sequence) == (number == 0)
                 assert report.num_targets == made._batches.batch(1).num_targets
                 assert made.num_gathered == 0
-                found.append(report.by_sequence)
+            assert made.evaluate(1).terms is None
             made.engine.close()
         wait_for_all(client, f"left-{index}", number=number, size=4)
     return found

@@ -22,7 +22,7 @@ class Index:
     skipped: ClassVar[dict[str, int]] = {}
     named_bad_rows = ()
     has_images = False
-    num_draws, samples_per_draw = NUM_SAMPLES, 1
+    samples_per_draw, num_draws = 1, NUM_SAMPLES
     lengths = np.full(NUM_SAMPLES, 128)
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ def evaluation_of(config: Config) -> EvalBatches:
     """Batches of the evaluation sets of a run, all of the same samples."""
     count = config.eval.batches or 2
     sets = [
-        EvalSet(name=name, folder=name, index=Index(), num_batches=count)  # type: ignore[arg-type]
+        EvalSet(name=name, folder=name, index=Index(), draws=np.arange(count * GLOBAL_BATCH))  # type: ignore[arg-type]
         for name in config.eval.sets
     ]
     return EvalBatches(sets, batch_sequences=GLOBAL_BATCH)

@@ -87,10 +87,10 @@ class SimulatedController:
     CONCURRENT = frozenset({"poll", "stop"})
 
     def __init__(
-        self, run: "SimulatedRun", actor: Actor, runtime: SimulatedRuntime, config: Config, eval_dirs: dict[str, str]
+        self, run: "SimulatedRun", actor: Actor, runtime: SimulatedRuntime, config: Config, **more: Any
     ) -> None:
         self._run, self._config = run, config
-        self.controller = Controller(config, "data", runtime=runtime, eval_dirs=eval_dirs)
+        self.controller = Controller(config, "data", runtime=runtime, **more)
         run.controllers.append(self.controller)
         actor.process.when_dead.append(run.keep_folder)
 
@@ -125,6 +125,9 @@ class Watcher:
         self.lines.append(text)
 
     def update(self, report: StepReport) -> None: ...
+
+    def evaluating(self, done: int, total: int) -> None:
+        assert 0 <= done < total
 
 
 class SimulatedRun:
@@ -510,7 +513,7 @@ class SimulatedRun:
             ),
             Role.PLANNER: planner,
             Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(
-                self, actor, runtime, args[0], kwargs["eval_dirs"]
+                self, actor, runtime, args[0], **{name: each for name, each in kwargs.items() if name != "runtime"}
             ),
         }
 

@@ -354,6 +354,7 @@ class SimulatedWorker:
         place: int,
         plan_hash: str,
         folder: str,
+        by_token: bool,
         pixels: Sequence[Any] = (),
     ) -> Deferred:
         """Faults that wait for the step after this state may come about here."""
@@ -361,7 +362,7 @@ class SimulatedWorker:
         generation = self._checked(program, plan_hash, step=self.version + 1)
         if not program.forward_only:
             raise ValueError(f"an evaluation runs a program with backward: {program}")
-        assert self.shard is not None and folder
+        assert self.shard is not None and folder and not by_token
         self._step, self._done, self._waits = batch.step, 0, False
         self._in_step, self._deadlocked = True, self._will_deadlock
         result, began_s, number, next_step = self._begin(), self.world.now_s, self.number, self.version + 1

@@ -67,7 +67,7 @@ class Resume:
             Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{owner}-"
         )
         self.folder.open()
-        self.model = _comparable(model)
+        self.model = comparable_model(model)
         resume = config.checkpoint.resume
         self._named = None if resume in ("auto", "never") else Path(resume)
         self._refused = False
@@ -168,7 +168,7 @@ def put_aside(run_dir: Path, *, after_step: int) -> Path | None:
     return folder
 
 
-def _comparable(model: dict[str, Any]) -> dict[str, Any]:
+def comparable_model(model: dict[str, Any]) -> dict[str, Any]:
     """The library's configuration after a round trip through JSON, without keys that do not concern the weights."""
     kept = {key: value for key, value in model.items() if key not in _IRRELEVANT and not key.startswith("_")}
     try:

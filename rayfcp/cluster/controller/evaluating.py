@@ -3,49 +3,108 @@ interrupts runs again on the devices that are left, from the same state, with th
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import ElasticConfig
-from rayfcp.data.evaluation import EvalBatches
+from rayfcp.data.evaluation import EvalBatches, EvalSet
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.execute.reports import BatchLosses
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.live import RunState
-from rayfcp.telemetry.summary import number, seconds
-from rayfcp.values import ClusterSpec, EvalResult
+from rayfcp.telemetry.summary import result_text, seconds
+from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch
 
 Results = Mapping[str, EvalResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRun:
+    """A run without steps, which evaluates the state that it begins with. `draws`: of each set that is evaluated; what
+    the configuration says if None. `by_token`: the terms of tokens are kept."""
+
+    draws: Mapping[str, npt.NDArray[np.int64]] | None = None
+    by_token: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Results of an evaluation of the state after `step`, which took `seconds`."""
+    """Results of an evaluation of the state after `step`, which took `seconds`. By set: `sums` of the loss's terms,
+    `[samples]`, NaN of samples that were not evaluated; `terms` of the tokens of each sample, `[tokens]`, where they
+    were asked for."""
 
     step: int
     results: Results
     seconds: float
+    sums: Mapping[str, npt.NDArray[np.float64]]
+    terms: Mapping[str, Mapping[int, npt.NDArray[np.floating[Any]]]]
 
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """An evaluation of the state after `step`: `next_batch` runs next. By set: losses of finished batches and their
-    targets. `done` is called with the results."""
+    """An evaluation of the state after `step`: `next_batch` runs next. By set, of finished batches: ids of samples and
+    their losses, targets, and terms as of `Evaluated`. `done` is called with the results."""
 
     step: int
     done: Callable[[Results], None]
     began_s: float
     next_batch: int = 1
-    losses: dict[str, list[float]] = field(default_factory=dict)
     targets: dict[str, int] = field(default_factory=dict)
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    terms: dict[str, dict[int, npt.NDArray[np.floating[Any]]]] = field(default_factory=dict)
+
+    def add(self, own: EvalSet, batch: GlobalBatch, *, reports: Sequence[BatchLosses]) -> None:
+        """Add a batch of a set by the reports of all devices."""
+        self.ids.setdefault(own.name, []).extend(each.id for each in batch.samples)
+        self.losses.setdefault(own.name, []).extend(reports[0].by_sequence)
+        self.targets[own.name] = self.targets.get(own.name, 0) + reports[0].num_targets
+        terms = self.terms.setdefault(own.name, {})
+        for report in reports:
+            if report.terms is None:
+                continue
+            stops = np.cumsum([each.num_tokens for each in report.pieces])
+            for piece, part in zip(report.pieces, np.split(report.terms, stops[:-1]), strict=True):
+                sample = batch.samples[piece.sequence]
+                whole = terms.setdefault(sample.id, np.full(sample.num_tokens, np.nan, dtype=part.dtype))
+                whole[piece.start : piece.stop] = part
+        self.next_batch += 1
+
+    def sums(self, own: EvalSet) -> npt.NDArray[np.float64]:
+        """Sums of the terms of a set's samples, `[samples]`, NaN of those that were not evaluated."""
+        found = np.full(len(own.index), np.nan)
+        found[self.ids[own.name]] = self.losses[own.name]
+        return found
+
+
+def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[float], num_targets: int) -> EvalResult:
+    """Result on a set by the sums of the terms of its sequences, and by those of the reference model if the loss has
+    one."""
+    if not loss.is_of_pairs:
+        return EvalResult(loss=math.fsum(sums) / max(num_targets, 1), tokens=num_targets)
+    import torch  # here, as no other loss needs it in the controller
+
+    from rayfcp.execute.losses import loss_of
+    from rayfcp.execute.losses.base import PairLoss, pair_values
+
+    of_pairs = loss_of(loss)
+    assert isinstance(of_pairs, PairLoss)
+    found = pair_values(of_pairs, torch.tensor(sums, dtype=torch.float64), reference=reference)
+    return EvalResult(loss=float(found.loss), tokens=num_targets, pairs=found.stats())
 
 
 class Evaluator:
-    """Evaluates states on the sets of a run; at most one at a time. `plans`: a queue of its own over `batches`."""
+    """Evaluates states on the sets of a run; at most one at a time. `plans`: a queue of its own over `batches`.
+    `by_token`: keep the terms of tokens."""
 
     def __init__(
         self,
@@ -53,10 +112,14 @@ class Evaluator:
         *,
         plans: PlanQueue,
         batches: EvalBatches,
+        loss: LossConfig,
         journal: Journal,
         log: Callable[[str], None],
+        by_token: bool = False,
     ) -> None:
+        self._by_token = by_token
         self._state, self._plans, self._batches, self._journal, self._log = state, plans, batches, journal, log
+        self._loss = loss
         self._runtime = state.worker_group.runtime
         self._now: _UnderWay | None = None
         self._planned_for: ClusterSpec | None = None
@@ -69,6 +132,11 @@ class Evaluator:
     def is_at(self, step: int) -> bool:
         """True if the state after `step` is being evaluated."""
         return self._now is not None and self._now.step == step
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Batches of the evaluation under way that are done, and all of them; none of 0 if there is none."""
+        return (self._now.next_batch - 1, len(self._batches)) if self._now is not None else (0, 0)
 
     def begin(self, step: int, *, done: Callable[[Results], None]) -> None:
         """Evaluate the state after `step` from now on, batch by batch (`run_batch`), with plans made ahead. `done` gets
@@ -103,10 +171,7 @@ class Evaluator:
             refs, deadline_s=deadline_s, leave_s=times.leave_s(elastic)
         )
         self._state.on_step_finished()
-        own = self._batches.set_of(now.next_batch).name
-        now.losses.setdefault(own, []).extend(reports[0].by_sequence)
-        now.targets[own] = now.targets.get(own, 0) + reports[0].num_targets
-        now.next_batch += 1
+        now.add(self._batches.set_of(now.next_batch), planned.batch, reports=reports)
         if now.next_batch > len(self._batches):
             self._conclude(now)
 
@@ -136,6 +201,7 @@ class Evaluator:
                 place=index // cluster.tensor_parallel,
                 plan_hash=planned.record.plan_hash,
                 folder=folder,
+                by_token=self._by_token,
             )
             for index, worker in enumerate(self._state.worker_group.workers)
         ]
@@ -143,16 +209,19 @@ class Evaluator:
     def _conclude(self, now: _UnderWay) -> None:
         self._now = self._planned_for = None
         results = {
-            name: EvalResult(loss=math.fsum(losses) / max(now.targets[name], 1), tokens=now.targets[name])
-            for name, losses in now.losses.items()
+            each.name: result_of(
+                self._loss,
+                now.losses[each.name],
+                reference=() if each.reference is None else each.reference[now.ids[each.name]].tolist(),
+                num_targets=now.targets[each.name],
+            )
+            for each in self._batches.sets
         }
         taken_s = self._runtime.now_s() - now.began_s
-        self.last = Evaluated(step=now.step, results=results, seconds=taken_s)
+        sums = {each.name: now.sums(each) for each in self._batches.sets}
+        self.last = Evaluated(step=now.step, results=results, seconds=taken_s, sums=sums, terms=now.terms)
         self._journal.metrics.set("eval_seconds", taken_s)
-        text = "; ".join(
-            f"{name} loss {number(each.loss)}, perplexity {number(each.perplexity)}, {each.tokens:,} tokens"
-            for name, each in results.items()
-        )
+        text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())
         self._log(f"evaluated after step {now.step} in {seconds(taken_s)}: {text}")
         devices = len(self._state.ids)
         self._journal.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)

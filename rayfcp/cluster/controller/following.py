@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun
 from rayfcp.cluster.controller.training import Outcome
+from rayfcp.cluster.dataset import References
 from rayfcp.cluster.lock import sweep
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
 from rayfcp.cluster.workers.lifetime import run_key
@@ -30,6 +32,9 @@ class Watcher(Protocol):
     def update(self, report: StepReport) -> None:
         """Show a committed step."""
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Show that so many batches of an evaluation are done."""
+
 
 def follow(
     config: Config,
@@ -38,10 +43,11 @@ def follow(
     runtime: Runtime,
     watcher: Watcher,
     eval_dirs: Mapping[str, str] | None = None,
-    only_evaluates: bool = False,
+    evaluates: EvaluationRun | None = None,
+    references: References | None = None,
 ) -> tuple[Outcome, list[StepReport]]:
     """Run to the end; return the outcome and the reports of all steps. `eval_dirs`: prepared evaluation sets by name;
-    `only_evaluates`: no step, only the state that the run begins with.
+    `evaluates`: of a run without steps; `references`: for losses with a reference model.
 
     A controller whose process is lost is started again, up to `elastic.controller_restarts` times, and continues with
     the workers that are alive. Nothing is left behind, however the run ends.
@@ -49,7 +55,7 @@ def follow(
     Raises:
         CapacityError: there is no CPU for the controller.
     """
-    more = {"eval_dirs": eval_dirs or {}, "only_evaluates": only_evaluates}
+    more = {"eval_dirs": eval_dirs or {}, "evaluates": evaluates, "references": references}
     follower = _Follower(config, data_dir, runtime=runtime, watcher=watcher, **more)
     try:
         return follower.run(), follower.reports
@@ -57,6 +63,43 @@ def follow(
         follower.end_controller()
         end_leftovers(runtime, run_key(config))
         sweep(config.run_dir, names=target_files(config.run_dir))
+
+
+def evaluate(
+    config: Config,
+    data_dir: str,
+    *,
+    eval_dirs: Mapping[str, str],
+    runtime: Runtime,
+    watcher: Watcher,
+    evaluates: EvaluationRun,
+    references: References | None = None,
+) -> Evaluated:
+    """Evaluate the state that a run begins with, on prepared sets by name; `config` is one `without_training`.
+
+    Raises:
+        ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
+        RunFailedError: a worker or the controller failed; holds the cause.
+        KeyboardInterrupt: the user stopped it.
+    """
+    given: dict[str, Any] = {"eval_dirs": eval_dirs, "evaluates": evaluates, "references": references}
+    outcome, _ = follow(config, data_dir, runtime=runtime, watcher=watcher, **given)
+    found = outcome.checked().evaluated
+    if found is None:
+        raise KeyboardInterrupt
+    return found
+
+
+def without_training(config: Config, *, checkpoint: str | None, **sections: Mapping[str, Any]) -> Config:
+    """The configuration of a run that evaluates a checkpoint, or the initial model, with other values of some keys; and
+    with nothing that only training needs."""
+    return config.changed(
+        train={"steps": 1, "warmup_steps": 0},
+        checkpoint={"resume": checkpoint or "never", "every_steps": None},
+        elastic={"snapshot_every_steps": 0},
+        metrics={"loggers": (), "port": 0},
+        **sections,
+    )
 
 
 class _Follower:
@@ -107,9 +150,11 @@ class _Follower:
             try:
                 done = self._runtime.wait([running], timeout_s=POLL_S)
                 poll = self._controller.poll.remote(messages=num_messages, reports=num_reports)
-                messages, reports = self._runtime.get(poll)
+                messages, reports, evaluated = self._runtime.get(poll)
                 num_messages, num_reports = num_messages + len(messages), num_reports + len(reports)
                 self._show(messages, reports)
+                if evaluated[1]:
+                    self._watcher.evaluating(*evaluated)
                 if done:
                     outcome: Outcome = self._runtime.get(running)
                     return outcome

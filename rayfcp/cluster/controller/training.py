@@ -13,7 +13,7 @@ from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.controller.loop import InitialGeneration, StoppedError, TrainingLoop, finished
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.controller.stepping import NumberGuard, Stepper
-from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.dataset import Dataset, References
 from rayfcp.cluster.lock import hold
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.planning.costs import StartCosts
@@ -40,7 +40,7 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, 
 from rayfcp.values.devices import DEVICES
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.controller.evaluating import Evaluated, Evaluator
+    from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun, Evaluator
     from rayfcp.data.evaluation import EvalBatches
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,23 @@ class Outcome:
     wrong_input: bool = False
     trace: str = ""
 
+    def checked(self) -> "Outcome":
+        """The outcome of a run that did not fail.
+
+        Raises:
+            ConfigError: an error that the user can correct.
+            RunFailedError: any other.
+        """
+        if self.wrong_input:
+            raise ConfigError(self.error)
+        if self.finished is None:
+            raise RunFailedError(f"{self.error}\n{self.trace}".rstrip())
+        return self
+
+
+class RunFailedError(RuntimeError):
+    """The run failed, but not because of its configuration; holds the worker's traceback."""
+
 
 class Controller:
     """Actor of one run. `run` occupies one thread; `poll` and `stop` answer in others.
@@ -71,9 +88,10 @@ class Controller:
         *,
         runtime: Runtime,
         eval_dirs: Mapping[str, str] | None = None,
-        only_evaluates: bool = False,
+        evaluates: "EvaluationRun | None" = None,
+        references: References | None = None,
     ) -> None:
-        self._only_evaluates = only_evaluates
+        self._evaluates, self._references = evaluates, references or {}
         self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, runtime.flag()
         self._eval_dirs = dict(eval_dirs or {})
         self._run_dir = Path(config.run_dir)
@@ -83,9 +101,11 @@ class Controller:
         self.journal: Journal | None = None
         self._evaluator: Evaluator | None = None
 
-    def poll(self, *, messages: int, reports: int) -> tuple[list[str], list[StepReport]]:
-        """Log lines and reports of committed steps, without the first `messages` and `reports`, which are known."""
-        return self.messages[messages:], self.reports[reports:]
+    def poll(self, *, messages: int, reports: int) -> tuple[list[str], list[StepReport], tuple[int, int]]:
+        """Log lines and reports of committed steps, without the first `messages` and `reports`, which are known; and
+        batches of the evaluation under way that are done, and all of them."""
+        evaluated = (0, 0) if self._evaluator is None else self._evaluator.progress
+        return self.messages[messages:], self.reports[reports:], evaluated
 
     def stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
@@ -118,11 +138,11 @@ class Controller:
                     sampler=data.sampler,
                     model=data.checkpointed_model,
                     log=self._log,
-                    same_data=not self._only_evaluates,
+                    same_data=self._evaluates is None,
                 )
                 self._write_config()
                 done, source = resume.step, resume.source
-                if done >= self._config.train.steps and not self._only_evaluates:
+                if done >= self._config.train.steps and self._evaluates is None:
                     self._announce(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
                     return finished(done, source)
                 return self._start(data, resume, cleanup).run()
@@ -142,6 +162,10 @@ class Controller:
             cleanup.callback(readers.end)
             reading["request"] = readers.request
         data = open_dataset(config, data_dir=self._data_dir, eval_dirs=self._eval_dirs, **reading)
+        if self._references:
+            data = data.with_references(self._references)
+        if self._evaluates is not None and self._evaluates.draws is not None:
+            data = data.evaluating(self._evaluates.draws)
         self._announce(str(data.index))
         for each in data.evaluation.sets if data.evaluation else ():
             self._announce(f"evaluation set {each.name}: {each.index}")
@@ -189,7 +213,16 @@ class Controller:
         from rayfcp.cluster.controller.evaluating import Evaluator
 
         plans = PlanQueue(planners, batches, bounds=self._config.plan.lookahead_bounds, forward_only=True)
-        return Evaluator(state, plans=plans, batches=batches, journal=journal, log=self._log)
+        by_token = self._evaluates is not None and self._evaluates.by_token
+        return Evaluator(
+            state,
+            plans=plans,
+            batches=batches,
+            loss=self._config.loss,
+            journal=journal,
+            log=self._log,
+            by_token=by_token,
+        )
 
     def _training(
         self,
@@ -228,7 +261,7 @@ class Controller:
             began_s=self._began_s,
             log=self._log,
             announce=self._announce,
-            only_evaluates=self._only_evaluates,
+            only_evaluates=self._evaluates is not None,
         )
 
     def _open_journal(self, *, resume_step: int) -> Journal:

@@ -127,7 +127,9 @@ def _named(name: str, config: Config) -> ModelProfile:
     if has_adapters:
         named = config.changed(model={"path": None, "name": name, "init": "random"})
         adapter = described_model(named, vocab_size=model.vocab_size)[1].adapter
-    return dataclasses.replace(model, vision=vision, adapter=adapter)
+    model = dataclasses.replace(model, vision=vision, adapter=adapter)
+    is_reward = config.loss.type == "reward"
+    return dataclasses.replace(model, num_outputs=1, tied_embeddings=False) if is_reward else model
 
 
 def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:

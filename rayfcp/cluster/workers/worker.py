@@ -67,11 +67,10 @@ class DeviceWorker:
 
         import rayfcp.execute.engine  # noqa: F401
         from rayfcp.models.build import empty_model
-        from rayfcp.models.describe import model_config
+        from rayfcp.models.describe import configured_model
 
-        config, max_seqlen = self._config.model, self._config.data.max_seqlen
-        library = model_config(config, vocab_size=self._vocab_size, max_seqlen=max_seqlen)
-        empty_model(library, dtype=config.dtype, lora=config.lora)
+        library, model = configured_model(self._config, vocab_size=self._vocab_size), self._config.model
+        empty_model(library, dtype=model.dtype, lora=model.lora)
 
     def open(self) -> DeviceFacts:
         """Open the device; to be called first, or after `warm`. Not in the constructor, whose errors Ray hides.
@@ -209,11 +208,11 @@ class DeviceWorker:
 
         from rayfcp.execute.parallel.groups import MeshPosition
         from rayfcp.models.build import sharded_model
-        from rayfcp.models.describe import model_config
+        from rayfcp.models.describe import configured_model
         from rayfcp.models.library import text_of
 
         use_interface(rendezvous.host, own_address=ray.util.get_node_ip_address())
-        library = model_config(self._config.model, vocab_size=self._vocab_size, max_seqlen=self._config.data.max_seqlen)
+        library = configured_model(self._config, vocab_size=self._vocab_size)
         cluster = self._cluster = rendezvous.cluster
 
         def store() -> dist.Store:
@@ -347,10 +346,11 @@ class DeviceWorker:
         place: int,
         plan_hash: str,
         folder: str,
+        by_token: bool = False,
         pixels: Sequence[Any] = (),
     ) -> BatchLosses:
-        """Losses of a batch of the prepared `folder`, by program `place` of those of all stages and ranks; `pixels` as
-        of `step`.
+        """Losses of a batch of the prepared `folder`, by program `place` of those of all stages and ranks. `pixels`: as
+        of `step`; `by_token`: as of the engine.
 
         Raises:
             DeviceFullError: the device ran out of memory.
@@ -364,6 +364,7 @@ class DeviceWorker:
                 batch,
                 plan_hash=plan_hash,
                 folder=folder,
+                by_token=by_token,
                 decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
             )
         except torch.OutOfMemoryError as error:

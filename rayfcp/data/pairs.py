@@ -1,0 +1,115 @@
+"""Rows with a chosen and a rejected answer to one prompt, from their columns to a pair of tokens and labels.
+
+The prompt has a column of its own, or is the beginning that both answers share: of texts their first tokens, of
+conversations their first messages. Terms of tokens that both share cancel in losses of pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from rayfcp.data.chat import ChatEncoder, labelled
+from rayfcp.data.messages import read_chat, role_of
+from rayfcp.data.rows import BadReason, BadRowError, TokenRow
+
+PAIR_COLUMNS = ("chosen", "rejected", "prompt", "tools", "system")
+"""Columns of rows with pairs; all others are left alone."""
+
+
+class PairEncoder(ChatEncoder):
+    """Encodes rows with `chosen` and `rejected`: two texts, or two conversations (`ChatEncoder`)."""
+
+    def __call__(self, record: Mapping[str, Any]) -> list[TokenRow]:
+        """The chosen and the rejected sample, prompt and answer each, with the answer's tokens as labels.
+
+        Raises:
+            BadRowError: Anything in the row cannot be used, or the two are the same.
+        """
+        answers = [_answer(record, name) for name in ("chosen", "rejected")]
+        texts = [answer for answer in answers if isinstance(answer, str)]
+        prompt = record.get("prompt")
+        if len(texts) == 2 and isinstance(prompt, str | None):
+            chosen, rejected = self._texts(prompt, texts)
+        else:
+            chosen, rejected = (self._turns(record, *parts) for parts in _conversations(record, answers))
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            raise BadRowError(BadReason.EQUAL_ANSWERS, "chosen and rejected are the same")
+        return [chosen, replace(rejected, num_rows=0)]
+
+    def _texts(self, prompt: str | None, answers: Sequence[str]) -> list[TokenRow]:
+        if prompt is not None:
+            return [self._completion(prompt, answer) for answer in answers]
+        if not _num_shared(*answers):
+            raise _no_prompt()
+        chosen, rejected = (self._tokens(answer, is_document=True).ids for answer in answers)
+        shared = _num_shared(chosen.tolist(), rejected.tolist())
+        if shared == len(chosen) == len(rejected) or self._data.loss_on == "all":
+            shared = 0
+        return [labelled(ids, np.arange(ids.size) >= shared) for ids in (chosen, rejected)]
+
+    def _turns(self, record: Mapping[str, Any], prompt: list[Any], answer: list[Any]) -> TokenRow:
+        samples = self._conversation(read_chat({"prompt": prompt, "completion": answer, "tools": record.get("tools")}))
+        if len(samples) > 1:
+            raise BadRowError(
+                BadReason.PROMPT_MISMATCH,
+                "the chat template changes earlier turns of the answer; set data.loss_on to last_assistant, or "
+                "data.chat_template to one with generation marks",
+            )
+        return samples[0]
+
+
+def _answer(record: Mapping[str, Any], name: str) -> str | list[Any]:
+    value = record.get(name)
+    if value is None:
+        raise BadRowError(BadReason.MISSING_COLUMN, name)
+    if isinstance(value, Mapping):
+        return [value]  # a message
+    if not isinstance(value, str | list | tuple):
+        raise BadRowError(BadReason.WRONG_TYPE, f"{name} is {type(value).__name__}, must be a text or messages")
+    if not value:
+        raise BadRowError(BadReason.EMPTY, name)
+    return value if isinstance(value, str) else list(value)
+
+
+def _conversations(record: Mapping[str, Any], answers: Sequence[str | list[Any]]) -> list[tuple[list[Any], list[Any]]]:
+    """Messages of the prompt, and of each answer to it.
+
+    Conversations that do not begin with the assistant have their prompt in them, whether a text or messages beside them
+    repeat it or not. A text beside messages is a message: the user's as a prompt, the assistant's as an answer.
+    """
+    prompt, system = record.get("prompt"), record.get("system")
+    chosen, rejected = (_messages(answer, role="assistant") for answer in answers)
+    before = [] if prompt is None else _messages(prompt, role="user")
+    if isinstance(prompt, str):
+        repeats = "assistant" not in (role_of(chosen[0]), role_of(rejected[0]))
+    else:
+        repeats = chosen[: len(before)] == before == rejected[: len(before)]
+    if repeats:
+        shared = _num_shared(chosen, rejected)
+        before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not before:
+        raise _no_prompt()
+    if isinstance(system, str) and system:
+        before = [{"role": "system", "content": system}, *before]
+    return [(before, chosen), (before, rejected)]
+
+
+def _messages(value: Any, *, role: str) -> list[Any]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list | tuple):
+        raise BadRowError(BadReason.WRONG_TYPE, f"prompt is {type(value).__name__}, must be a text or messages")
+    return list(value)
+
+
+def _num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many elements both begin with."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _no_prompt() -> BadRowError:
+    return BadRowError(BadReason.NO_PROMPT, "chosen and rejected begin differently, and there is no prompt")
