@@ -233,15 +233,7 @@ def test_forward_parts_have_the_sums_of_programs_without_backward(seed: int, num
     assert (sums[0] > 0).tolist() == [length > 1 for length in case.lengths]
 
 
-WORLDS = (
-    ((1, 1, 1), 0),
-    ((1, 2, 1), 0),
-    ((1, 3, 1), 0),
-    ((2, 2, 1), 0),
-    ((1, 2, 2), 0),
-    ((1, 1, 1), 4),
-    ((1, 2, 1), 4),
-)
+WORLDS = (((1, 1, 1), 0), ((1, 3, 1), 0), ((2, 2, 1), 0), ((1, 2, 2), 0), ((1, 2, 1), 4))
 """Stages, ranks, tensor-parallel devices; and the rank of adapters, 0 for none."""
 
 SIZE = max(math.prod(world) for world, _ in WORLDS)
@@ -316,15 +308,15 @@ def alone(config: Config, data: Dataset, folder: Path) -> tuple[list[float], Eva
     batch = data.evaluation.batch(1)
     loss, (chosen, rejected, accuracy) = of_batch(batch, "val")
     pairs = PairStats(num_pairs=4, chosen=chosen, rejected=rejected, accuracy=accuracy)
-    evaluated = EvalResult(loss=float(loss), tokens=batch.num_targets, pairs=pairs)
+    evaluated = EvalResult(loss=float(loss.detach()), tokens=batch.num_targets, pairs=pairs)
     loss, figures = of_batch(data.sampler.batch(1), "shards")
     loss.backward()
     norm = math.sqrt(sum(float(each.grad.norm()) ** 2 for each in trained(model).values()))
-    return [float(loss), norm, *figures], evaluated
+    return [float(loss.detach()), norm, *figures], evaluated
 
 
 def test_steps_and_evaluations_are_those_of_the_formula_on_any_world(folder: Path) -> None:
-    """And the next step, after the update, is that of one device. On real gloo processes."""
+    """And the next step, after the update, is that of one device, where weights are the same. On real processes."""
     results = on_processes(_on_worlds, folder, size=SIZE)[0]
     for index, (world, lora_rank) in enumerate(WORLDS):
         first, second, sums = results[index]
@@ -333,8 +325,8 @@ def test_steps_and_evaluations_are_those_of_the_formula_on_any_world(folder: Pat
         (own,) = data.evaluation.sets
         step, evaluated = alone(config, data, folder)
         assert first == pytest.approx(step, rel=1e-9, abs=1e-12), (world, lora_rank)
-        whole = results[next(at for at, (_, rank) in enumerate(WORLDS) if rank == lora_rank)]
-        assert second == pytest.approx(whole[1], rel=1e-8, abs=1e-10), (world, lora_rank)
+        if not lora_rank:
+            assert second == pytest.approx(results[0][1], rel=1e-8, abs=1e-10), world
         assert second[0] != pytest.approx(first[0], rel=1e-3)
         batch = data.evaluation.batch(1)
         found = result_of(config.loss, sums, reference=batch.reference, num_targets=batch.num_targets)
