@@ -35,6 +35,8 @@ class EvalSetConfig(Section):
     def source(self, data: "DataConfig") -> "DataConfig":
         """Return the set as a configuration of data, with what is absent taken from `data`."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
+        if data.rows == "distilled":  # the loss is cross entropy
+            given["rows"] = "sequences"
         return type(data).model_validate(
             data.model_dump(exclude={"sources", "temperature", "schedule", "streaming"}) | given
         )

@@ -96,8 +96,8 @@ def image_file(shard: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """One shard. `batch_rows`: rows of each record batch. `content`: hash of tokens, labels and images.
-    `picture_bytes`: size of the image file beside it, None if rows have no images."""
+    """One shard. `batch_rows`: rows of each record batch. `content`: hash of tokens, labels, images and what a teacher
+    said. `picture_bytes`: size of the image file beside it, None if rows have no images."""
 
     name: str
     num_bytes: int
@@ -106,6 +106,7 @@ class ShardInfo:
     has_labels: bool
     content: str
     picture_bytes: int | None = None
+    has_teacher: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -167,7 +168,7 @@ class PreparedManifest:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """Hashes of the shards in order: equal exactly when all tokens, labels and images are, wherever they lie."""
+        """Hashes of the shards in order: equal exactly when all that their rows hold is, wherever they lie."""
         return tuple(shard.content for shard in self.shards)
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig, SourceConfig
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
+from rayfcp.data.distilled import DISTILLED_COLUMNS, distilled_rows
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,
@@ -110,9 +111,10 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
             f"data.{key} is {tokenizer.name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
             f"{prepared.folder} was prepared; set it, or prepare again"
         )
-    if prepared.rows != (data.rows or "sequences"):
+    rows = data.rows or "sequences"
+    if prepared.rows != rows and (prepared.rows, rows) != ("distilled", "sequences"):
         raise ConfigError(
-            f"data.paths has rows that are {prepared.rows}, must have {data.rows} for loss.type; prepare them again"
+            f"data.paths has rows that are {prepared.rows}, must have {rows} for loss.type; prepare them again"
         )
     _check_bad(prepared, data)
     return prepared
@@ -243,6 +245,8 @@ def _reader(data: DataConfig) -> Callable[[InputFile], Iterator[TokenRow | BadRo
     read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column)
     if data.rows == "pairs":
         return partial(read, chat=PairEncoder(data), whole=PAIR_COLUMNS)
+    if data.rows == "distilled":
+        return partial(read, chat=distilled_rows, whole=DISTILLED_COLUMNS)
     if data.processor is None:
         return partial(read, chat=ChatEncoder(data))
     from rayfcp.data.vision.processors import load_processor

@@ -12,11 +12,12 @@ from operator import itemgetter
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayfcp.data.manifest import resolve
 from rayfcp.data.messages import CHAT_COLUMNS, has_chat
-from rayfcp.data.rows import BadReason, BadRow, BadRowError, RawRow, TokenRow, make_row
+from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRow, BadRowError, RawRow, TokenRow, make_row
 from rayfcp.data.sources import InputFile
 from rayfcp.data.tokenizer import Tokenizer
 
@@ -24,8 +25,8 @@ _TOKEN_COLUMNS = ("input_ids", "labels")
 MEDIA_COLUMNS = ("messages", "images", "videos")
 """Columns of rows with images, read if there is a `MediaEncoder`."""
 
-_COLUMN_ROWS, _MEDIA_COLUMN_ROWS = 1024, 16
-"""Rows of a Parquet batch: enough to amortise the call; few where each row may hold megabytes of images."""
+_COLUMN_ROWS, _LARGE_COLUMN_ROWS = 1024, 16
+"""Rows of a Parquet batch: enough to amortise the call; few where each row may hold megabytes of images or logits."""
 _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 """Rows, and characters or tokens, that are tokenised in one call: enough for the tokenizer's threads."""
 
@@ -90,10 +91,11 @@ def read_rows(
 
 
 def _size(raw: RawRow | BadRow) -> int:
-    """Characters or tokens; a row with media fills a batch, so that its images are not held for others."""
+    """Characters or tokens. A row that is encoded alone fills a batch, so that what it holds, e.g. images, is not kept
+    for others."""
     if isinstance(raw, BadRow):
         return 0
-    if raw.media is not None:
+    if raw.media is not None or raw.chat is not None:
         return _BATCH_SIZE
     content = raw.tokens if raw.text is None else raw.text
     return len(content) if hasattr(content, "__len__") else 0
@@ -147,7 +149,8 @@ def _raw_rows(file: InputFile, columns: RowColumns) -> _Rows:
         fs, path = resolve(file.url)
         with fs.open(path, "rb", compression="infer" if file.is_compressed else None) as handle:
             for raw in _READERS[file.format](handle, file, columns):
-                yield raw
+                is_text = columns.whole and isinstance(raw, RawRow) and raw.chat is None
+                yield _bad(file, raw.row, _missing_text(columns)) if is_text else raw
                 next_row = raw.row + (raw.num_rows if isinstance(raw, BadRow) else 1)
     except FileNotFoundError:
         raise
@@ -291,7 +294,7 @@ def _parquet_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _R
             raise
         return
     names = _selected(parquet.schema_arrow, columns)
-    batch_rows = _MEDIA_COLUMN_ROWS if set(names) & set(MEDIA_COLUMNS) else _COLUMN_ROWS
+    batch_rows = _LARGE_COLUMN_ROWS if {*MEDIA_COLUMNS, *TEACHER_COLUMNS}.intersection(names) else _COLUMN_ROWS
     row = 0
     for group in range(parquet.metadata.num_row_groups):
         metadata = parquet.metadata.row_group(group)
@@ -355,7 +358,7 @@ def _is_list(schema: pa.Schema, columns: RowColumns) -> bool:
     """True if the text column has conversations instead."""
     place = schema.get_field_index(columns.text)
     kind = schema.field(place).type if place >= 0 and columns.chat else pa.null()
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    return _is_lists(kind)
 
 
 def _batch_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: RowColumns) -> _Rows:
@@ -388,8 +391,7 @@ def _plain(column: pa.Array, *, name: str) -> pa.Array:
     if kind in _BINARY:  # text that is not UTF-8 is an error of its row alone: the column is only checked as bytes
         column = column.cast(_BINARY[kind])
     is_text = column.type in _BINARY.values()
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_text and not (is_list and pa.types.is_integer(kind.value_type)):
+    if not is_text and not (_is_lists(kind) and pa.types.is_integer(kind.value_type)):
         raise _wrong_type(name, str(kind))
     column.validate(full=True)  # broken bytes can hold offsets that point anywhere
     return column.cast(pa.large_binary() if is_text else pa.large_list(kind.value_type))
@@ -417,9 +419,29 @@ def _token_row(values: Sequence[Any], *, row: int, columns: RowColumns) -> RawRo
 def _media_row(batch: pa.RecordBatch, *, row: int, columns: RowColumns) -> RawRow:
     """The row of a batch of one."""
     batch.validate(full=True)  # broken bytes can hold offsets that point anywhere
-    record = batch.to_pylist()[0]
+    record = {name: _value(column[0]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     # Tables fill an object's missing keys with nulls, which templates would print.
     return _record_row(_without_nulls(record) if columns.chat else record, row=row, columns=columns)
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """The value; an array, if it is a list of lists of numbers, all of one length."""
+    kind, widths = scalar.type, []
+    values = scalar.values if _is_lists(kind) and _is_lists(kind.value_type) else None
+    if values is not None:
+        numbers = values.flatten()
+        widths = pc.unique(pc.list_value_length(values)).to_pylist()
+        if len(widths) == 1 and numbers.null_count == 0 and _is_number(numbers.type):
+            return numbers.to_numpy(zero_copy_only=False).reshape(len(values), *widths)
+    return scalar.as_py()
+
+
+def _is_lists(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _without_nulls(value: Any) -> Any:

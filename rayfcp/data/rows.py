@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from rayfcp.data.vision.layout import RowImages
 
 Integers = npt.NDArray[np.int64]
+TeacherRows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""The likeliest words by a teacher at each position, and their logits, `[tokens, words]`."""
 Lengths = npt.NDArray[np.integer]
 LongSequences = Literal["cut", "split", "drop"]
 
 IGNORED = -100
 """Label, and target, of a position that does not enter the loss."""
 MAX_TOKEN_ID = 2**31 - 1
+TEACHER_COLUMNS = ("teacher_words", "teacher_logits")
 
 
 class BadReason(StrEnum):
@@ -47,6 +50,8 @@ class BadReason(StrEnum):
     NO_TARGETS = "no_targets"
     NO_PROMPT = "no_prompt"
     EQUAL_ANSWERS = "equal_answers"
+    TEACHER_MISMATCH = "teacher_mismatch"
+    NOT_FINITE = "not_finite"
 
 
 class BadRowError(Exception):
@@ -92,8 +97,8 @@ class RawRow:
 class TokenRow:
     """Checked tokens `[tokens]`, at least one; `labels` `[tokens]`, or None where the tokens are the labels.
 
-    `num_targets` counts the positions after the first whose label is not -100; `max_token_id` covers labels.
-    `num_rows`: 1, or 0 for a further sample of the row before.
+    `num_targets` counts the positions after the first whose label is not -100; `max_token_id` covers labels and the
+    teacher's words. `num_rows`: 1, or 0 for a further sample of the row before.
     """
 
     tokens: TokenArray
@@ -101,6 +106,7 @@ class TokenRow:
     num_targets: int
     max_token_id: int
     images: "RowImages | None" = None
+    teacher: TeacherRows | None = None
     num_rows: int = 1
 
 
@@ -114,7 +120,7 @@ def make_row(tokens: Any, *, labels: Any = None) -> TokenRow:
     ids = _integers(tokens, column="input_ids")
     if ids.size == 0:
         raise BadRowError(BadReason.EMPTY)
-    largest = _largest_id(ids, column="input_ids")
+    largest = largest_id(ids, column="input_ids")
     if labels is None:
         return TokenRow(tokens=ids.astype(np.int32), labels=None, num_targets=ids.size - 1, max_token_id=largest)
     marks = _integers(labels, column="labels")
@@ -122,7 +128,7 @@ def make_row(tokens: Any, *, labels: Any = None) -> TokenRow:
         raise BadRowError(BadReason.LABELS_MISMATCH, f"{marks.size} labels for {ids.size} tokens")
     kept = marks[marks != IGNORED]
     if kept.size:
-        largest = max(largest, _largest_id(kept, column="labels"))
+        largest = max(largest, largest_id(kept, column="labels"))
     num_targets = int(np.count_nonzero(marks[1:] != IGNORED))
     ids, marks = ids.astype(np.int32), marks.astype(np.int32)
     return TokenRow(tokens=ids, labels=marks, num_targets=num_targets, max_token_id=largest)
@@ -141,7 +147,12 @@ def _integers(values: Any, *, column: str) -> npt.NDArray[Any]:
     return values
 
 
-def _largest_id(ids: npt.NDArray[Any], *, column: str) -> int:
+def largest_id(ids: npt.NDArray[Any], *, column: str) -> int:
+    """The largest of some token ids.
+
+    Raises:
+        BadRowError: One is negative, or more than any vocabulary has.
+    """
     smallest, largest = int(ids.min()), int(ids.max())
     if smallest < 0 or largest > MAX_TOKEN_ID:
         wrong = smallest if smallest < 0 else largest

@@ -5,6 +5,7 @@ Writing them row by row, and random access to the tokens of their rows.
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -25,41 +26,40 @@ from rayfcp.data.manifest import (
     resolve,
     whole_file,
 )
-from rayfcp.data.rows import IGNORED, TokenRow
+from rayfcp.data.rows import IGNORED, TEACHER_COLUMNS, TeacherRows, TokenRow
 from rayfcp.values import Sample
 
 if TYPE_CHECKING:
     from rayfcp.data.stream import Stream
 
 BATCH_TOKENS, BATCH_ROWS = 1 << 17, 1024
-"""Limits of a record batch: what one random read fetches from object storage, 512 KiB of tokens."""
+"""Limits of a record batch: what one random read fetches from object storage, 512 KiB of tokens, or of what a teacher
+said of them."""
 SHARD_TOKENS = 16 << 20
 """Tokens of a shard, 64 MiB: few files for large data, parallel writers for small."""
 SMALL_COLUMNS = ("length", "num_targets", "max_token_id")
 IMAGE_COLUMNS = ("items", "runs", "parts")
-
-TEACHER_COLUMNS = ("teacher_words", "teacher_logits")
-TeacherRows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-
 _KEPT_BATCHES = 8
 _OPEN_SHARDS = 64
 
 
-def shard_schema(*, has_labels: bool, has_images: bool = False) -> pa.Schema:
-    """Columns of a shard, in order. The image columns hold integers end to end: `items` and `runs` as in
-    `rayfcp.data.vision.layout`, and `parts`, first byte and size of each part in the image file beside the shard."""
+def shard_schema(*, has_labels: bool, has_images: bool = False, has_teacher: bool = False) -> pa.Schema:
+    """Columns of a shard, in order. Those of a teacher hold the rows of `TeacherRows` end to end. Those of images hold
+    integers end to end: `items` and `runs` as in `rayfcp.data.vision.layout`, and `parts`, first byte and size of each
+    part in the image file beside the shard."""
     tokens = pa.list_(pa.int32())
     columns = [("input_ids", tokens), *((name, pa.int32()) for name in SMALL_COLUMNS)]
     columns += [("labels", tokens)] * has_labels
+    columns += [*zip(TEACHER_COLUMNS, (tokens, pa.list_(pa.float32())), strict=True)] * has_teacher
     return pa.schema(columns + [(name, pa.list_(pa.int64())) for name in IMAGE_COLUMNS if has_images])
 
 
 class ShardWriter:
     """Writes rows in order to shards `PREFIX-000.arrow`, `PREFIX-001.arrow`, ... of a folder or URL.
 
-    A shard ends at SHARD_TOKENS, or before the first labelled row after rows without labels; from there on a row
-    without labels has its own tokens as labels, which means the same. Samples of one row lie in one shard. With
-    `images` their bytes lie in `PREFIX-000.pictures` and so on, row by row.
+    A shard ends at SHARD_TOKENS, a teacher's words and logits counted too, or before the first labelled row after rows
+    without labels; from there on a row without labels has its own tokens as labels, which means the same. Samples of
+    one row lie in one shard. With `images` their bytes lie in `PREFIX-000.pictures` and so on, row by row.
     """
 
     def __init__(self, folder: str, *, prefix: str, images: bool = False) -> None:
@@ -86,25 +86,25 @@ class ShardWriter:
         """Append one row."""
         new_labels = row.labels is not None and not self._has_labels
         self._has_labels |= new_labels
-        is_full = self._shard is not None and self._shard.num_tokens >= SHARD_TOKENS
+        is_full = self._shard is not None and self._shard.num_values >= SHARD_TOKENS
         if self._shard is not None and (new_labels or (is_full and row.num_rows)):
             self._done.append(self._shard.close())
             self._shard = None
         if self._shard is None:
             name = f"{self._prefix}-{len(self._done):03d}.arrow"
-            self._shard = _OpenShard(self._folder, name, has_labels=self._has_labels, has_images=self._images)
+            columns = {"has_labels": self._has_labels, "has_teacher": row.teacher is not None}
+            self._shard = _OpenShard(self._folder, name, has_images=self._images, **columns)
         self._shard.add(row)
 
 
 class _OpenShard:
     """A shard that is being written."""
 
-    def __init__(self, folder: str, name: str, *, has_labels: bool, has_images: bool) -> None:
+    def __init__(self, folder: str, name: str, *, has_labels: bool, has_images: bool, has_teacher: bool) -> None:
         fs, path = resolve(folder)
-        self._name, self._has_labels = name, has_labels
-        self.num_tokens = 0
+        self._name, self._has_labels, self._has_teacher = name, has_labels, has_teacher
+        self.num_values = self._num_tokens = self._buffered = 0
         self._rows: list[TokenRow] = []
-        self._buffered_tokens = 0
         self._batch_rows: list[int] = []
         self._hash = hashlib.blake2b(digest_size=16)
         self._stack = ExitStack()
@@ -114,7 +114,7 @@ class _OpenShard:
             from rayfcp.data.vision.images import ImageFile
 
             self._images = ImageFile(self._stack, fs, path=join(path, image_file(name)))
-        self._schema = shard_schema(has_labels=has_labels, has_images=has_images)
+        self._schema = shard_schema(has_labels=has_labels, has_images=has_images, has_teacher=has_teacher)
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
     def add(self, row: TokenRow) -> None:
@@ -122,9 +122,11 @@ class _OpenShard:
             self._images.add(row.images)
             row = replace(row, images=None)
         self._rows.append(row)
-        self.num_tokens += row.tokens.size
-        self._buffered_tokens += row.tokens.size
-        if self._buffered_tokens >= BATCH_TOKENS or len(self._rows) >= BATCH_ROWS:
+        size = row.tokens.size + (0 if row.teacher is None else sum(each.size for each in row.teacher))
+        self._num_tokens += row.tokens.size
+        self.num_values += size
+        self._buffered += size
+        if self._buffered >= BATCH_TOKENS or len(self._rows) >= BATCH_ROWS:
             self._flush()
 
     def close(self) -> ShardInfo:
@@ -138,11 +140,12 @@ class _OpenShard:
         return ShardInfo(
             name=self._name,
             num_bytes=num_bytes,
-            num_tokens=self.num_tokens,
+            num_tokens=self._num_tokens,
             batch_rows=tuple(self._batch_rows),
             has_labels=self._has_labels,
             content=self._hash.hexdigest(),
             picture_bytes=None if self._images is None else self._images.num_bytes,
+            has_teacher=self._has_teacher,
         )
 
     def abandon(self, error: BaseException) -> None:
@@ -150,22 +153,32 @@ class _OpenShard:
         self._stack.__exit__(type(error), error, None)
 
     def _flush(self) -> None:
-        rows, self._rows, self._buffered_tokens = self._rows, [], 0
+        rows, self._rows, self._buffered = self._rows, [], 0
         lengths = np.array([row.tokens.size for row in rows], dtype=np.int32)
-        lists = {"input_ids": np.concatenate([row.tokens for row in rows])}
-        if self._has_labels:
-            lists["labels"] = np.concatenate([row.tokens if row.labels is None else row.labels for row in rows])
-        for values in (lengths, *lists.values()):
-            self._hash.update(values.astype("<i4", copy=False).data)
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         arrays = {"length": pa.array(lengths)}
         for name in SMALL_COLUMNS[1:]:
             arrays[name] = pa.array([getattr(row, name) for row in rows], pa.int32())
-        arrays |= {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in lists.items()}
+        self._hash.update(lengths.astype("<i4", copy=False).data)
+        arrays["input_ids"] = self._listed([row.tokens for row in rows])
+        if self._has_labels:
+            arrays["labels"] = self._listed([row.tokens if row.labels is None else row.labels for row in rows])
+        if self._has_teacher:
+            teachers = [row.teacher for row in rows if row.teacher is not None]
+            widths = np.array([words.shape[1] for words, _ in teachers], dtype="<i4")
+            self._hash.update(widths.data)
+            for name, values in zip(TEACHER_COLUMNS, zip(*teachers, strict=True), strict=True):
+                arrays[name] = self._listed([each.ravel() for each in values])
         arrays |= {} if self._images is None else self._images.take()
         columns = [arrays[name] for name in self._schema.names]
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self._batch_rows.append(len(rows))
+
+    def _listed(self, rows: Sequence[npt.NDArray[Any]]) -> pa.Array:
+        """Values of the rows as a column of lists, which enter the hash."""
+        values = np.concatenate(rows)
+        self._hash.update(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
+        offsets = np.cumsum([0, *(row.size for row in rows)]).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 class ShardReader:
@@ -220,7 +233,8 @@ class ShardReader:
 
     @property
     def _schema(self) -> pa.Schema:
-        return shard_schema(has_labels=self.info.has_labels, has_images=self.info.has_images)
+        info = self.info
+        return shard_schema(has_labels=info.has_labels, has_images=info.has_images, has_teacher=info.has_teacher)
 
     def _open(self, columns: tuple[str, ...]) -> Any:
         """An IPC reader that fetches the bytes of these columns alone. (With a memory map the same option makes Arrow
@@ -277,7 +291,7 @@ class TokenReader:
         width = shard.values(sample.row, "teacher_words").size // shard.tokens(sample.row).size
         rows = slice((sample.start + start) * width, (sample.start + stop) * width)
         words, logits = (shard.values(sample.row, name)[rows].reshape(-1, width) for name in TEACHER_COLUMNS)
-        return words.astype(np.int64), logits
+        return words, logits
 
     def shard(self, sample: Sample) -> ShardReader:
         """The shard that holds the sample; the most recently used ones stay open."""

@@ -20,7 +20,8 @@ from rayfcp.execute.devices.backend import Clock, Mark, backend_of
 from rayfcp.execute.interpreter import BatchTokens, Enqueued, Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.losses import loss_of
-from rayfcp.execute.losses.base import BatchLoss, PairLoss, PairValues, pair_values
+from rayfcp.execute.losses.base import BatchLoss, Loss, PairLoss, PairValues, pair_values
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.optimization import LocalAdamW, learning_rate, make_optimizer, totals, update
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
@@ -83,6 +84,7 @@ class RankEngine:
         self.copies = copies
         self._reader, self._vision = self._open_source(data_dir)
         self._loss = loss_of(config.loss)
+        self._eval_loss = CrossEntropy() if self._loss.has_teacher else self._loss
         self._eval_sources: dict[str, DataSource] = {}
         self._progress = StepProgress()
         self._generation: Generation | None = None
@@ -266,18 +268,24 @@ class RankEngine:
             return None
         clock = self._backend.clock(time.time)
         start = clock.mark()
-        sums, done = self._scored(program, batch, tokens=tokens, images=images)
+        sums, done = self._scored(program, batch, loss=self._loss, tokens=tokens, images=images)
         values = pair_values(self._loss, sums, reference=batch.reference)
         return _Pairs(values=values, stats=done.stats, clock=clock, marks=(start, clock.mark()))
 
     def _scored(
-        self, program: RankProgram, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
+        self,
+        program: RankProgram,
+        batch: GlobalBatch,
+        *,
+        loss: Loss,
+        tokens: TokenSource,
+        images: ImageSource | None,
     ) -> tuple[Tensor, Enqueued]:
         """Sums of terms by sequence, `[sequences]`, over all devices, by the program's forward passes; and these."""
         generation, num_sequences = self.generation, len(batch.samples)
-        loss = BatchLoss(loss=self._loss, row_of=range(num_sequences), num_rows=num_sequences)
+        sums = BatchLoss(loss=loss, row_of=range(num_sequences), num_rows=num_sequences)
         try:
-            done = generation.interpreter.score(program, tokens, images=images, loss=loss)
+            done = generation.interpreter.score(program, tokens, images=images, loss=sums)
         finally:
             release_forward(generation.module)
         own = done.row_sums if self.position.tensor_rank == 0 else torch.zeros_like(done.row_sums)
@@ -324,7 +332,7 @@ class RankEngine:
             if source.vision is not None:
                 batch, images, _ = source.vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
             tokens = BatchTokens(source.reader, batch, scores_end=self._loss.scores_end)
-            sums, done = self._scored(program, batch, tokens=tokens, images=images)
+            sums, done = self._scored(program, batch, loss=self._eval_loss, tokens=tokens, images=images)
             total = sums.tolist()
         return BatchLosses(
             number=self.position.device,

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -14,13 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayfcp.data import TokenReader
-from rayfcp.data.rows import IGNORED
-from rayfcp.data.shards import TeacherRows
+from rayfcp.data.rows import IGNORED, TeacherRows
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
 from rayfcp.execute.kernels import AttentionKernel
-from rayfcp.execute.losses.base import BatchLoss, Targets, Teacher
+from rayfcp.execute.losses.base import ABSENT, BatchLoss, Targets, Teacher
 from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.sharding import StageModule, set_reduce
 from rayfcp.execute.parallel.transport import AttentionStats, Pipes, Transport
@@ -193,22 +193,28 @@ class Passes:
             self._rows[item.microbatch] = self._joined(rows or [np.array([0])])  # padding has no terms
 
     def _targets(self, pieces: tuple[Piece, ...], words: list[Tokens], tokens: TokenSource) -> Targets:
-        own, given, teacher = self._joined(words), self._loss.weights, None
+        own, given = self._joined(words), self._loss.weights
         ids = self._joined([np.full(piece.num_tokens, piece.sequence) for piece in pieces] or [np.array([0])])
-        if self._loss.loss.has_teacher and pieces:
-            assert isinstance(tokens, TeacherSource)
-            read = [tokens.teacher(piece.sequence, start=piece.start, stop=piece.stop) for piece in pieces]
-            known, logits = (np.concatenate(each) for each in zip(*read, strict=True))
-            teacher = Teacher(
-                words=self._joined([known]), logits=to_device(logits, dtype=torch.float32, device=self._device)
-            )
         return Targets(
             loss=self._loss.loss,
             words=own,
             terms=torch.empty(len(own), dtype=self.loss_sum.dtype, device=self._device),
             weights=None if given is None else given[ids],
-            teacher=teacher,
+            teacher=self._teacher(pieces, tokens) if self._loss.loss.has_teacher else None,
         )
+
+    def _teacher(self, pieces: tuple[Piece, ...], tokens: TokenSource) -> Teacher:
+        """Rows of the pieces, as long as the longest."""
+        assert isinstance(tokens, TeacherSource)
+        read = [tokens.teacher(piece.sequence, start=piece.start, stop=piece.stop) for piece in pieces]
+        tables = zip(*read or [(np.zeros((1, 1), dtype=np.int32), np.zeros((1, 1), dtype=np.float32))], strict=True)
+        most = max([words.shape[1] for words, _ in read], default=1)
+        words, logits = (
+            np.concatenate([np.pad(each, ((0, 0), (0, most - each.shape[1])), constant_values=fill) for each in table])
+            for table, fill in zip(tables, (0, ABSENT), strict=True)
+        )
+        place = partial(to_device, device=self._device)
+        return Teacher(words=place(words, dtype=torch.int32), logits=place(logits, dtype=torch.float32))
 
     def _joined(self, rows: list[Tokens]) -> Tensor:
         return to_device(np.concatenate(rows, axis=-1), dtype=torch.int64, device=self._device)

@@ -29,7 +29,7 @@ _SCALED_ROWS = 4096
 """Rows scaled in fp32 at a time: enough for one kernel launch, little memory."""
 
 
-def head_loss(head: nn.Linear, hidden: Tensor, targets: Targets, *, chunk_tokens: int) -> Tensor:
+def head_loss(head: nn.Linear, hidden: Tensor, *, targets: Targets, chunk_tokens: int) -> Tensor:
     """Weighted sum of the terms of `targets`, in fp32 at least. `hidden`: `[tokens, hidden]`.
 
     From forward to backward it keeps the gradients of `hidden` and of the head's trained parameters, in their dtypes.
@@ -37,7 +37,7 @@ def head_loss(head: nn.Linear, hidden: Tensor, targets: Targets, *, chunk_tokens
     return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def weighted_terms(head: nn.Module, hidden: Tensor, targets: Targets) -> Tensor:
+def weighted_terms(head: nn.Module, hidden: Tensor, *, targets: Targets) -> Tensor:
     """`head_loss` by autograd, all logits at once, for any head."""
     terms = targets.loss.terms(head(hidden), targets)
     targets.terms.copy_(terms.detach())
@@ -186,11 +186,11 @@ class CausalLM(StageModule):
         head, run = self.head, weighted_terms
         if torch.is_grad_enabled():
             if keep_logits and type(head) is nn.Linear:
-                return head_loss(head, hidden, targets, chunk_tokens=few)
+                return head_loss(head, hidden, targets=targets, chunk_tokens=few)
             few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more per token
             run = functools.partial(checkpoint, weighted_terms, use_reentrant=False, preserve_rng_state=False)
         parts = zip(hidden.split(few), targets.split(few), strict=True)
-        return torch.stack([run(head, own, wanted) for own, wanted in parts]).sum()
+        return torch.stack([run(head, own, targets=wanted) for own, wanted in parts]).sum()
 
     def _decoder_inputs(self, inputs: Tensor, placed: "PlacedFeatures | None") -> dict[str, Any]:
         assert placed is None

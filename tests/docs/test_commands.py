@@ -115,6 +115,10 @@ def test_command_runs(
     if words[:2] == ["python", "jobs/chat.py"]:
         runpy.run_path(words[1])["write"](Path(words[2]), vocab_size=512)
         return
+    if words[:2] == ["python", "jobs/teach.py"]:
+        overrides = [*SMALL, "train.steps=3"] if words[2] == "jobs/quickstart.yaml" else []
+        assert runpy.run_path(words[1])["main"]([*words[2:], *overrides]) == 0
+        return
     assert words[0] == "rayfcp", "say in this test how it is run, or in NOT_RUN why it is not"
     code = main(small(words[1:]))
     said = capsys.readouterr()

@@ -34,6 +34,17 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for storage, size in self._sizes.items() if id(storage) not in known)
 
 
+class Peak(LiveBytes):
+    """Most bytes that live at a time."""
+
+    peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        return result
+
+
 class UncountedTransport(InProcessTransport):
     """Transport that does not count messages under way between threads: between processes they would be elsewhere."""
 

@@ -1,19 +1,22 @@
 """Batches on several pipeline stages, and how they are run by threads of one process."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
-from rayfcp.execute.interpreter import Execution, Interpreter
+from rayfcp.execute.interpreter import Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.losses.base import BatchLoss, Loss
+from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.parallel.transport import Fabric, Pipes
 from rayfcp.models.build import DTYPES, WITHOUT_ADAPTERS, random_model
 from rayfcp.models.causal_lm import CausalLM
@@ -158,15 +161,22 @@ def with_windows(case: StagedCase, windows: tuple[int, ...]) -> StagedCase:
     return replace(case, sequences=tuple(replace(each, layer_kinds=kinds) for each in case.sequences))
 
 
-def expected(case: StagedCase, dtype: str) -> tuple[float, Gradients]:
-    """Mean loss and its gradients by the library's own attention, one sequence at a time, one process."""
+def _cross_entropies(_sequence: int, ids: Tensor, logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+
+
+def expected(
+    case: StagedCase, dtype: str, *, loss_sum: Callable[[int, Tensor, Tensor], Tensor] = _cross_entropies
+) -> tuple[float, Gradients]:
+    """Mean loss and its gradients by the library's own attention, one sequence at a time, one process. `loss_sum`: of a
+    sequence, by its ids and logits."""
     model = random_model(case.library, dtype=dtype, seed=SEED)
     model.model.set_attn_implementation("sdpa")
     total = torch.zeros((), dtype=torch.float64)
-    for row in CaseTokens(case).rows:
-        ids = torch.from_numpy(row)[None]
-        logits = model.model(input_ids=ids).logits[0]
-        loss = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / max(case.num_targets, 1)
+    for sequence, row in enumerate(CaseTokens(case).rows):
+        ids = torch.from_numpy(row)
+        logits = model.model(input_ids=ids[None]).logits[0]
+        loss = loss_sum(sequence, ids, logits) / max(case.num_targets, 1)
         loss.backward()
         total += loss.detach()
     return float(total), {name: p.grad for name, p in model.named_parameters()}
@@ -189,7 +199,12 @@ class Fabrics:
         return Pipes(activations=activations, gradients=gradients, hidden_size=hidden_size, dtype=DTYPES[dtype])
 
 
-def run_in_process(case: StagedCase, dtype: str) -> tuple[float, Gradients, list[Execution]]:
+CROSS_ENTROPY = CrossEntropy()
+
+
+def run_in_process(
+    case: StagedCase, dtype: str, *, loss: Loss = CROSS_ENTROPY, tokens: TokenSource | None = None
+) -> tuple[float, Gradients, list[Execution]]:
     """Mean loss and summed gradients of all stages and ranks, each a thread; and what each did."""
     num_stages, num_ranks = len(case.layers_of_stage), case.plan.num_ranks
     fabrics = Fabrics(num_stages=num_stages, num_ranks=num_ranks)
@@ -204,8 +219,8 @@ def run_in_process(case: StagedCase, dtype: str) -> tuple[float, Gradients, list
             model=models[rank][stage],
             pipes=fabrics.pipes_of(rank, stage=stage, dtype=dtype) if num_stages > 1 else None,
         )
-        scale = 1.0 / max(case.num_targets, 1)
-        done[device] = interpreter.run(case.programs[device], CaseTokens(case), loss_scale=scale)
+        of_batch = BatchLoss(loss=loss, scale=1.0 / max(case.num_targets, 1))
+        done[device] = interpreter.enqueue(case.programs[device], tokens or CaseTokens(case), loss=of_batch).read()
 
     run_ranks(work, num_ranks=num_stages * num_ranks, fabric=fabrics)
     gradients = summed([dict(model.named_parameters()) for each in models for model in each])

@@ -18,7 +18,7 @@ from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.models.causal_lm import head_loss, weighted_terms
 from rayfcp.values import ModelProfile
 from tests.examples import examples
-from tests.execute.live import LiveBytes
+from tests.execute.live import Peak
 
 Inputs = tuple[nn.Linear, Tensor, Targets]
 
@@ -45,6 +45,11 @@ def targets_of(words: Tensor, *, weights: Tensor | None = None) -> Targets:
     )
 
 
+def loss_of(given: Inputs, *, chunk_tokens: int) -> Tensor:
+    head, hidden, targets = given
+    return head_loss(head, hidden, targets=targets, chunk_tokens=chunk_tokens)
+
+
 def gradients(loss: Tensor, given: Inputs, *, scale: float) -> list[Tensor]:
     """Gradients of a scaled loss with respect to hidden states, weight and bias."""
     head, hidden, _ = given
@@ -63,7 +68,7 @@ def by_autograd(given: Inputs) -> Tensor:
 def test_loss_and_gradients_are_autograd_s(num_tokens: int, chunk: int, bias: bool, scale: float) -> None:
     made = inputs(num_tokens, bias=bias)
     found, want = (
-        head_loss(*made, chunk_tokens=chunk),
+        loss_of(made, chunk_tokens=chunk),
         by_autograd(made),
     )
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
@@ -78,7 +83,7 @@ def test_terms_are_those_of_single_tokens(num_tokens: int, chunk: int) -> None:
     head, hidden, targets = inputs(num_tokens)
     want = torch.nn.functional.cross_entropy(head(hidden), targets.words, ignore_index=IGNORED, reduction="none")
     for compute in (partial(head_loss, chunk_tokens=chunk), weighted_terms):
-        whole = compute(head, hidden, targets)
+        whole = compute(head, hidden, targets=targets)
         torch.testing.assert_close(targets.terms, want.detach(), rtol=1e-12, atol=1e-12)
         weights = 1.0 if targets.weights is None else targets.weights
         torch.testing.assert_close(whole, (weights * want).sum(), rtol=1e-11, atol=1e-12)
@@ -93,11 +98,11 @@ def test_narrow_numbers_stay_near_wide_ones(dtype: torch.dtype) -> None:
     wide: Inputs = (nn.Linear(12, 31, bias=False, dtype=torch.float64), made[1].detach().double(), made[2])
     wide[0].load_state_dict(made[0].state_dict())
     wide[1].requires_grad_()
-    found, want = head_loss(*made, chunk_tokens=20), by_autograd(wide)
+    found, want = loss_of(made, chunk_tokens=20), by_autograd(wide)
     assert found.dtype is torch.float32
     bound = 1e-6 if dtype is torch.float32 else 4e-3
     assert float(found.detach()) == pytest.approx(float(want.detach()), rel=bound)
-    unscaled = gradients(head_loss(*made, chunk_tokens=20), made, scale=1.0)
+    unscaled = gradients(loss_of(made, chunk_tokens=20), made, scale=1.0)
     scaled, exact = gradients(found, made, scale=scale), gradients(want, wide, scale=scale)
     for own, alike, theirs in zip(scaled, unscaled, exact, strict=True):
         assert own.dtype is dtype
@@ -108,7 +113,8 @@ def test_narrow_numbers_stay_near_wide_ones(dtype: torch.dtype) -> None:
 
 def test_targets_that_do_not_count_cost_nothing() -> None:
     head, hidden, targets = inputs(9)
-    loss = head_loss(head, hidden, targets_of(torch.full_like(targets.words, IGNORED)), chunk_tokens=4)
+    none = targets_of(torch.full_like(targets.words, IGNORED))
+    loss = head_loss(head, hidden, targets=none, chunk_tokens=4)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert not hidden.grad.any() and not head.weight.grad.any()
@@ -134,23 +140,12 @@ def test_logits_are_few_and_computed_once_and_nothing_waits() -> None:
     chunk, chunks, vocab = 16, 5, 200
     made = inputs(chunk * chunks, vocab=vocab, dtype=torch.float32)
     with Recorded() as recorded:
-        head_loss(*made, chunk_tokens=chunk).backward()
+        loss_of(made, chunk_tokens=chunk).backward()
     assert recorded.most_elements == chunk * vocab
     products = [name for name in recorded.names if name in ("aten::mm", "aten::addmm", "aten::addmm_")]
     assert len(products) == 3 * chunks  # logits, gradients of hidden states, gradients of weights
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::equal"}
     assert not waits & set(recorded.names)
-
-
-class Peak(LiveBytes):
-    """Most bytes that live at a time."""
-
-    peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -171,7 +166,7 @@ def test_memory_is_what_the_memory_model_counts(dtype: torch.dtype) -> None:
     )
     made = inputs(2 * chunk, vocab=vocab, hidden_size=hidden_size, dtype=dtype)
     with Peak(lambda: [made[0].weight, made[1]]) as live:
-        loss = head_loss(*made, chunk_tokens=chunk)
+        loss = loss_of(made, chunk_tokens=chunk)
         forward = live.peak_bytes - made[1].nbytes
         live.peak_bytes = 0
         loss.backward()

@@ -16,10 +16,17 @@ from torch import Tensor
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.values.report import PairStats
 
+_COPIES = 5
+"""Of the logits in fp32, that autograd has at a time of any loss: four, and the gradient in the logits' dtype."""
+
+ABSENT = -1e20
+"""A logit without probability, and finite at any temperature."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """The likeliest words at each token by another model, `words` and their `logits`, `[tokens, words]`."""
+    """The likeliest words at each token by another model, `words` and their `logits`, `[tokens, words]`; the logits of
+    words that are not there are `ABSENT`."""
 
     words: Tensor
     logits: Tensor
@@ -82,13 +89,17 @@ class Loss(Protocol):
         ...
 
     def into_gradient(self, logits: Tensor, targets: Targets) -> Tensor:
-        """The same terms; `logits` are overwritten with the gradient of their weighted sum."""
-        with torch.enable_grad():
-            own = logits.detach().requires_grad_()
-            terms = self.terms(own, targets)
-            (gradient,) = torch.autograd.grad(targets.weighted(terms), own)
-        logits.copy_(gradient)
-        return terms.detach()
+        """The same terms; `logits` are overwritten with the gradient of their weighted sum. Few tokens at a time, so
+        that the copies of their logits are as large as one of all."""
+        few, found = -(-len(targets) // _COPIES), []
+        for part, wanted in zip(logits.split(few), targets.split(few), strict=True):
+            with torch.enable_grad():
+                own = part.detach().requires_grad_()
+                terms = self.terms(own, wanted)
+                (gradient,) = torch.autograd.grad(wanted.weighted(terms), own)
+            part.copy_(gradient)
+            found.append(terms.detach())
+        return torch.cat(found)
 
 
 @runtime_checkable

@@ -20,8 +20,9 @@ class Distillation(Loss):
         assert targets.teacher is not None
         logits = logits.to(wide(logits))
         known = (targets.teacher.logits.to(logits) / self._temperature).log_softmax(-1)
-        own = (logits / self._temperature).log_softmax(-1).gather(1, targets.teacher.words)
+        own = (logits / self._temperature).log_softmax(-1).gather(1, targets.teacher.words.long())
         divergences = (known.exp() * (known - own)).sum(-1) * self._temperature**2
-        entropies = cross_entropies(logits, targets.words)
-        mixed = self._share * divergences + (1.0 - self._share) * entropies
+        mixed = self._share * divergences
+        if self._share < 1.0:
+            mixed = mixed + (1.0 - self._share) * cross_entropies(logits, targets.words)
         return mixed.masked_fill(targets.words == IGNORED, 0.0)

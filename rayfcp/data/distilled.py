@@ -1,0 +1,56 @@
+"""Rows for distillation: token ids, and at each position the words that a teacher finds likeliest to follow."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, TokenRow, largest_id, make_row
+
+DISTILLED_COLUMNS = ("input_ids", "labels", *TEACHER_COLUMNS)
+
+
+def distilled_rows(record: Mapping[str, Any]) -> list[TokenRow]:
+    """The one row of a record of `DISTILLED_COLUMNS`, which may lack labels. The teacher's columns are lists `[tokens]`
+    of lists of one length, or arrays `[tokens, words]`; logits that differ by a constant at a position mean the same.
+
+    Raises:
+        BadRowError: As `make_row`; no column of the teacher, other shapes, no numbers, or such that are not finite.
+    """
+    missing = [name for name in DISTILLED_COLUMNS if name != "labels" and name not in record]
+    if missing:
+        raise BadRowError(BadReason.MISSING_COLUMN, f"no {missing[0]}, which rows for distillation have")
+    row = make_row(record["input_ids"], labels=record.get("labels"))
+    words, logits = (_table(record[name], column=name) for name in TEACHER_COLUMNS)
+    if words.dtype.kind not in "iu":
+        raise BadRowError(BadReason.WRONG_TYPE, "teacher_words must hold integers only")
+    if words.shape != logits.shape or len(words) != row.tokens.size:
+        shapes = " and ".join(f"{name} of {len(each)} x {each.shape[1]}" for name, each in _named(words, logits))
+        raise BadRowError(BadReason.TEACHER_MISMATCH, f"{shapes} for {row.tokens.size} tokens, must have one list each")
+    largest = max(row.max_token_id, largest_id(words, column="teacher_words"))
+    with np.errstate(over="ignore"):
+        logits = logits.astype(np.float32)
+    if not np.isfinite(logits).all():
+        raise BadRowError(BadReason.NOT_FINITE, "teacher_logits must be finite; leave words without probability out")
+    return [replace(row, max_token_id=largest, teacher=(words.astype(np.int32), logits))]
+
+
+def _named(*tables: npt.NDArray[Any]) -> list[tuple[str, npt.NDArray[Any]]]:
+    return list(zip(TEACHER_COLUMNS, tables, strict=True))
+
+
+def _table(values: Any, *, column: str) -> npt.NDArray[Any]:
+    """Numbers `[tokens, words]`, with a word at least."""
+    try:
+        table = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        table = np.empty(0)
+    if table.ndim != 2 or not table.size:
+        raise BadRowError(
+            BadReason.TEACHER_MISMATCH, f"{column} must have a list for each token, all of one length from 1 on"
+        )
+    if table.dtype.kind not in "iuf":
+        raise BadRowError(BadReason.WRONG_TYPE, f"{column} must hold numbers only")
+    return table
