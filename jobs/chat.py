@@ -70,7 +70,8 @@ def write(folder: Path, *, vocab_size: int) -> None:
     rng.shuffle(talks)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "rows.jsonl", ({"messages": talk} for talk in talks))
-    pairs = [preference(talk, rng=rng) for talk in talks if len(talk[2]["content"].split()) > 3]
+    pairs = [preference(talk, rng=rng) for talk in talks]
+    pairs = [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
     write_rows(folder / "pairs-held-out.jsonl", pairs[: len(pairs) // 10])
     write_rows(folder / "pairs.jsonl", pairs[len(pairs) // 10 :])
     merging = Tokenizer(models.BPE())
