@@ -103,6 +103,32 @@ def _learning() -> Section:
                 width=6,
             ),
             chart(
+                "Rewards",
+                Line(expr=of("reward"), legend="{{run}} {{answer}}"),
+                unit="none",
+                about="Means over the pairs of each step, in runs with loss.type dpo or reward. Where both fall, the "
+                "model unlearns the chosen answers too, only more slowly.",
+                floor=None,
+            ),
+            chart(
+                "Reward accuracy",
+                Line(expr=of("reward_accuracy_ratio")),
+                Line(expr=of("eval_reward_accuracy_ratio"), legend="{{run}} {{set}}"),
+                unit="percentunit",
+                about="Share of pairs of which the chosen answer has the higher reward: of steps, and of evaluation "
+                "sets.",
+                width=6,
+                ceiling=1,
+            ),
+            chart(
+                "Evaluated reward margin",
+                Line(expr=of("eval_reward_margin"), legend="{{run}} {{set}}"),
+                unit="none",
+                about="Mean reward of chosen answers beyond that of rejected ones, on evaluation sets.",
+                width=6,
+                floor=None,
+            ),
+            chart(
                 "Loss by source",
                 Line(expr=of("source_loss"), legend="{{run}} {{source}}"),
                 unit="none",

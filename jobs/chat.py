@@ -1,6 +1,8 @@
-"""Writes conversations about Python's standard library, and a tokenizer with a chat template, without any download.
+"""Writes conversations about Python's standard library, preferences, and a tokenizer with a chat template, without any
+download.
 
-Each asks for what a function or class is for, and often for its arguments; the answers are from its documentation.
+A conversation asks for what a function or class is for, and often for its arguments; the answers are from its
+documentation. A preference has such an answer, and as the rejected one its words in another order.
 
     python jobs/chat.py build/chat
 """
@@ -10,7 +12,7 @@ import ast
 import json
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,15 +50,29 @@ def conversations(source: str, *, module: str) -> Iterator[list[dict[str, str]]]
         yield talk
 
 
+def preference(talk: list[dict[str, str]], *, rng: random.Random) -> dict[str, object]:
+    """The first question of a conversation, its answer, and a worse one."""
+    words = talk[2]["content"].split()
+    rng.shuffle(words)
+    return {"prompt": talk[:2], "chosen": talk[2], "rejected": {"role": "assistant", "content": " ".join(words)}}
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def write(folder: Path, *, vocab_size: int) -> None:
-    """Write `rows.jsonl` and `tokenizer/`."""
+    """Write `rows.jsonl`, `pairs.jsonl`, a tenth of these for evaluation, `pairs-held-out.jsonl`, and `tokenizer/`."""
     talks = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         talks += conversations(path.read_text(encoding="utf-8", errors="replace"), module=path.stem)
-    random.Random(0).shuffle(talks)
+    rng = random.Random(0)
+    rng.shuffle(talks)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    write_rows(folder / "rows.jsonl", ({"messages": talk} for talk in talks))
+    pairs = [preference(talk, rng=rng) for talk in talks if len(talk[2]["content"].split()) > 3]
+    write_rows(folder / "pairs-held-out.jsonl", pairs[: len(pairs) // 10])
+    write_rows(folder / "pairs.jsonl", pairs[len(pairs) // 10 :])
     merging = Tokenizer(models.BPE())
     merging.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     merging.decoder = decoders.ByteLevel()

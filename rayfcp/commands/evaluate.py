@@ -10,13 +10,14 @@ from rayfcp.compare.arguments import positive
 
 if TYPE_CHECKING:
     from rayfcp.cluster.controller.evaluating import Evaluated
+    from rayfcp.values import EvalResult
 
 USAGE = "rayfcp evaluate RUN_OR_MODEL [CONFIG] [key=value ...] [--step N] [--json]"
 
 EPILOG = """\
 RUN_OR_MODEL is a run directory, of which the newest intact checkpoint is evaluated, or a Hugging Face folder. The sets
 are those of eval.sets: in the run's configuration, in CONFIG, whose keys replace those of the run, or in overrides.
-The mean loss is over all targets of a set, and the same on any number of devices.
+The mean loss is over all targets of a set, or over all pairs of answers; the same on any number of devices.
 
 Examples:  rayfcp evaluate runs/quickstart eval.sets.val.paths=held-out.jsonl cluster.num_workers=2
            rayfcp evaluate Qwen3-1.7B eval.sets.code.paths='[src]' eval.sets.code.include='*.py' model.dtype=bfloat16
@@ -62,21 +63,29 @@ def run(arguments: argparse.Namespace) -> None:
 def _as_json(target: str, found: "Evaluated") -> dict[str, object]:
     from rayfcp.telemetry.summary import finite
 
-    sets = {
-        name: {"loss": each.loss, "perplexity": each.perplexity, "tokens": each.tokens}
-        for name, each in found.results.items()
-    }
+    sets = {name: figures(each) for name, each in found.results.items()}
     return {"target": target, "step": found.step, "seconds": found.seconds, "sets": finite(sets)}
+
+
+def figures(result: "EvalResult") -> dict[str, float]:
+    """Return the numbers of an evaluation set, by name."""
+    if result.pairs is None:
+        return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+    pairs = result.pairs
+    rewards = {"chosen": pairs.chosen, "rejected": pairs.rejected, "margin": pairs.margin}
+    return {"loss": result.loss, "accuracy": pairs.accuracy, **rewards, "pairs": pairs.num_pairs}
 
 
 def table(found: "Evaluated") -> str:
     """Return the results as a table, and how long they took."""
     from rayfcp.telemetry.summary import number, seconds
 
-    rows = [("set", "loss", "perplexity", "tokens")]
-    rows += [
-        (name, f"{each.loss:.6f}", number(each.perplexity), f"{each.tokens:,}") for name, each in found.results.items()
-    ]
+    columns = [figures(each) for each in found.results.values()]
+    rows = [("set", *columns[0])]
+    for name, given in zip(found.results, columns, strict=True):
+        loss, *others = given.values()
+        words = [f"{each:,}" if isinstance(each, int) else number(each) for each in others]
+        rows.append((name, f"{loss:.6f}", *words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(field.rjust(width) for field, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([*lines, f"after step {found.step}, evaluated in {seconds(found.seconds)}"])

@@ -314,39 +314,53 @@ def _sources(files: WeightFiles, library: Any, *, wanted: Iterable[str]) -> Iter
 
 
 def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
-    """Recipes by first target, in the library's order, which is that of parts to be stacked."""
-    # Imported here: models with random weights need none of these recent parts of the library.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    """Recipes by first target, in the library's order, which is that of parts to be stacked. What only a causal LM has
+    is left out of a reward model."""
+    from transformers.core_model_loading import dot_natural_key
 
-    mapping = get_model_conversion_mapping(library)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-    state, prefix = library.state_dict(), library.base_model_prefix
     recipes: dict[str, _Recipe] = {}
-    unexpected, unused = [], _of_causal_head(library)
+    unexpected, own, causal = [], _Naming(library), _causal_naming(library)
     for key in sorted(files.names, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = key, None
-        if name in state:
-            recipe = recipes.setdefault(name, _Recipe(converter_of[pattern] if pattern else None))
+        name, pattern = own.of(key)
+        if name in own.state:
+            recipe = recipes.setdefault(name, _Recipe(own.converter_of[pattern] if pattern else None))
             recipe.parts.append((key, pattern or key))
-        elif key not in unused and not _is_ignored(key, name, library):
+        elif not _is_ignored(key, name, library) and not (causal and causal.of(key)[0] in causal.state):
             unexpected.append(key)
     if unexpected:
         raise files.error(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files; {_FITTING}")
     return recipes
 
 
-def _of_causal_head(library: Any) -> set[str]:
-    """Names of the tensors of the head for next tokens that a reward model has not; none of another model."""
+class _Naming:
+    """Names in the library's model of tensors in files, by the renamings and conversions of its family."""
+
+    def __init__(self, library: Any) -> None:
+        # Imported here: models with random weights need none of these recent parts of the library.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(library)
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self.converter_of = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self.state, self._prefix = library.state_dict(), library.base_model_prefix
+
+    def of(self, key: str) -> tuple[str, str | None]:
+        """Name of a file's tensor, and the pattern of its conversion if it has one."""
+        from transformers.core_model_loading import rename_source_key
+
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self.state)
+        return (key, None) if name not in self.state and key in self.state else (name, pattern)
+
+
+def _causal_naming(library: Any) -> _Naming | None:
+    """Names in the causal LM of a reward model; None of any other model."""
     if not has_reward_head(library.config):
-        return set()
+        return None
     config = copy.deepcopy(library.config)
     config.num_labels = 2
-    return {*library_on_meta(config).state_dict()} - {*library.state_dict()}
+    return _Naming(library_on_meta(config))
 
 
 def _is_ignored(key: str, name: str, library: Any) -> bool:

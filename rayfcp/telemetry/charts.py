@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from rayfcp.telemetry.page import Chart
-from rayfcp.telemetry.summary import number
+from rayfcp.telemetry.summary import result_text
 from rayfcp.values import Imbalance, StepReport
 
 T = TypeVar("T")
@@ -64,6 +64,10 @@ def _imbalance(report: StepReport, *, of: str) -> float:
     return report.imbalance.by_resource.get(of, math.nan)
 
 
+def _of_pairs(report: StepReport, *, name: str) -> float:
+    return getattr(report.pairs, name, math.nan)
+
+
 COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     **{name: attrgetter(name) for name in ("step", "loss", "grad_norm", "step_s", "predicted_s")},
     "predicted_ratio": lambda report: report.predicted_s / report.step_s if report.step_s > 0 else math.nan,
@@ -71,6 +75,7 @@ COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     **{name: attrgetter(name) for name in ("plan_s", "prepare_s", "plan_wait_s", "mfu", "attention_mfu", "bubble")},
     **{field.name: partial(_imbalance, of=field.name) for field in fields(Imbalance)},
     **{name: attrgetter(name) for name in ("gap", "world_size")},
+    **{name: partial(_of_pairs, name=name) for name in ("chosen", "rejected", "accuracy")},
 }
 """Values of a step that charts show, NaN where unknown; imbalances by resource."""
 
@@ -82,23 +87,27 @@ def step_values(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> dict
 
 
 def evaluation_charts(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> list[Chart]:
-    """Return the loss on each evaluation set over the steps after which it was evaluated; none without evaluation."""
-    names = dict.fromkeys(name for report in reports for name in report.eval)
-    return [_evaluation_chart(name, [each for each in reports if name in each.eval], marks=marks) for name in names]
-
-
-def _evaluation_chart(name: str, reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> Chart:
-    last = reports[-1].eval[name]
-    return {
-        "kind": "lines",
-        "title": f"Evaluation loss: {name}",
-        "note": f"Nats per target token; perplexity {number(last.perplexity)} after step {reports[-1].step}, over "
-        f"{last.tokens:,} tokens",
-        **over_steps([each.step for each in reports], {"loss": [each.eval[name].loss for each in reports]}),
-        "zero": False,
-        "dots": True,
-        "marks": marks,
-    }
+    """Return the loss on each evaluation set over the steps after which it was evaluated, and the accuracy of pairs;
+    none without evaluation."""
+    charts: list[Chart] = []
+    for name in dict.fromkeys(name for report in reports for name in report.eval):
+        evaluated = [each for each in reports if name in each.eval]
+        steps, results = [each.step for each in evaluated], [each.eval[name] for each in evaluated]
+        accuracies = [math.nan if each.pairs is None else each.pairs.accuracy for each in results]
+        unit = "Nats per target token" if results[-1].pairs is None else "Mean over pairs of answers"
+        common = {
+            "kind": "lines",
+            "note": f"{unit}; after step {steps[-1]}: {result_text(results[-1])}",
+            "zero": False,
+            "dots": True,
+            "marks": marks,
+        }
+        losses = over_steps(steps, {"loss": [each.loss for each in results]})
+        charts.append({**common, "title": f"Evaluation loss: {name}", **losses})
+        if results[-1].pairs is not None:
+            shares = over_steps(steps, {"accuracy": accuracies})
+            charts.append({**common, "title": f"Evaluation accuracy: {name}", "format": "percent", **shares})
+    return charts
 
 
 def degrees_chart(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -> Chart:

@@ -139,6 +139,23 @@ class _Histogram(Collector):
         yield family
 
 
+def _labelled(report: StepReport) -> Iterator[tuple[str, float, dict[str, str]]]:
+    """Gauges of a step that have labels, or that not every run has."""
+    for resource, value in report.imbalance.by_resource.items():
+        yield "imbalance_ratio", value, {"resource": resource}
+    for name, result in report.eval.items():
+        yield "eval_loss", result.loss, {"set": name}
+        if result.pairs is None:
+            yield "eval_perplexity", result.perplexity, {"set": name}
+        else:
+            yield "eval_reward_margin", result.pairs.margin, {"set": name}
+            yield "eval_reward_accuracy_ratio", result.pairs.accuracy, {"set": name}
+    if report.pairs is not None:
+        yield "reward", report.pairs.chosen, {"answer": "chosen"}
+        yield "reward", report.pairs.rejected, {"answer": "rejected"}
+        yield "reward_accuracy_ratio", report.pairs.accuracy, {}
+
+
 class MetricsExporter:
     """Server of metrics and live page of `run` until `close`, announced to Prometheus by discovery files.
 
@@ -216,11 +233,8 @@ class MetricsExporter:
         """Export a committed step. `goodput`: productive time over wall time so far."""
         for name, value in _gauges(report).items():
             self._series.set(name, value)
-        for resource, value in report.imbalance.by_resource.items():
-            self._series.set("imbalance_ratio", value, resource=resource)
-        for name, result in report.eval.items():
-            self._series.set("eval_loss", result.loss, set=name)
-            self._series.set("eval_perplexity", result.perplexity, set=name)
+        for name, value, labels in _labelled(report):
+            self._series.set(name, value, **labels)
         self._series.set("goodput_ratio", goodput)
         self._series.set("last_step_timestamp_seconds", self._epoch_s())
         if report.step > self._counted_to:

@@ -208,9 +208,9 @@ def sources_table(reports: Sequence[StepReport]) -> str:
     rows = []
     for name, sources in given.items():
         sequences, tokens = (sum(getattr(each, key) for each in sources) for key in ("num_sequences", "num_tokens"))
-        losses = [each.loss for each in sources if math.isfinite(each.loss)] or [math.nan]
+        losses = [each.loss for each in sources if math.isfinite(each.loss)]
         share, mean = percent(tokens / max(total, 1)), number(tokens / max(sequences, 1))
-        loss = f"{number(losses[0])} → {number(losses[-1])}"
+        loss = f"{number(losses[0])} → {number(losses[-1])}" if losses else ""  # pairs have none by source
         rows.append((name, f"{sequences:,}", f"{tokens:,}", share, mean, loss))
     heads = ("source", "sequences", "tokens", "share of tokens", "mean length", "loss")
     return f'<h2>Sources</h2><div class="card events">{table(heads, rows)}</div>' if rows else ""
@@ -370,7 +370,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
     note = "Legends show the last step, tiles the median or mean of all. Point at a chart to read a step."
     kinds = {kind for _, kind in marks}
     lines = {"recovery": "recoveries", "resize": "resizes"}
-    trained = _step_figures("loss", "throughput", "mfu", "grad-norm")
+    trained = _step_figures("loss", "rewards", "accuracy", "throughput", "mfu", "grad-norm")
     trained += "".join(map(figure, evaluation_charts(steps, marks=marks)))
     shown = [f'<span class="of-{kind}">{word}</span>' for kind, word in lines.items() if kind in kinds]
     note += f" Lines across charts: {', '.join(shown)}." if shown else ""

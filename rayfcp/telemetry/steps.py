@@ -21,6 +21,9 @@ def to_line(report: StepReport) -> str:
     for name in ("eval", "sources", "pairs"):
         if not fields[name]:
             del fields[name]
+    for result in fields.get("eval", {}).values():
+        if result["pairs"] is None:
+            del result["pairs"]
     return json.dumps(finite(fields), allow_nan=False) + "\n"
 
 
@@ -39,8 +42,6 @@ def from_line(line: str) -> StepReport:
         fields["eval"] = {name: EvalResult(**_numbers(each)) for name, each in fields.get("eval", {}).items()}
         sources = fields.get("sources", {}).items()
         fields["sources"] = {name: SourceReport(**_numbers(each)) for name, each in sources}
-        if "pairs" in fields:
-            fields["pairs"] = PairStats(**_numbers(fields["pairs"]))
         return StepReport(**_numbers(fields))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"line is not a step report: {error}") from error
@@ -155,4 +156,5 @@ class StepLog:
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: math.nan if value is None else value for key, value in fields.items()}
+    numbers = {key: math.nan if value is None else value for key, value in fields.items()}
+    return numbers | {"pairs": PairStats(**_numbers(fields["pairs"]))} if "pairs" in fields else numbers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayfcp.values import StepReport
+from rayfcp.values import EvalResult, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +164,21 @@ def percent(ratio: float) -> str:
     if 0 < share < 0.01:
         return "under 0.01 %"
     return f"{share:,.0f} %" if abs(share) >= 1000 else f"{round(share, 2):.3g} %"
+
+
+def result_text(result: EvalResult) -> str:
+    """Return an evaluation in words.
+
+    >>> from rayfcp.values import PairStats
+    >>> result_text(EvalResult(loss=0.0, tokens=1234))
+    'loss 0, perplexity 1, 1,234 tokens'
+    >>> result_text(EvalResult(loss=0.5, tokens=9, pairs=PairStats(num_pairs=2, chosen=1.5, rejected=1, accuracy=0.5)))
+    'loss 0.5, accuracy 50 %, margin 0.5, 2 pairs'
+    """
+    pairs, loss = result.pairs, f"loss {number(result.loss)}"
+    if pairs is None:
+        return f"{loss}, perplexity {number(result.perplexity)}, {result.tokens:,} tokens"
+    return f"{loss}, accuracy {percent(pairs.accuracy)}, margin {number(pairs.margin)}, {pairs.num_pairs:,} pairs"
 
 
 def finite(value: Any) -> Any:

@@ -25,15 +25,34 @@ class Imbalance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairStats:
+    """Rewards of `num_pairs` pairs of answers: means of the chosen and of the rejected ones, and the share of pairs of
+    which the chosen one has the higher reward."""
+
+    num_pairs: int
+    chosen: float
+    rejected: float
+    accuracy: float
+
+    @property
+    def margin(self) -> float:
+        """How much higher the chosen ones are."""
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """A state on an evaluation set: mean loss in nats over `tokens` targets."""
+    """A state on an evaluation set of `tokens` targets: mean loss over them in nats, or over `pairs`."""
 
     loss: float
     tokens: int
+    pairs: PairStats | None = None
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that is too large for a float."""
+        """exp(loss), infinite where that is too large for a float; NaN for pairs."""
+        if self.pairs is not None:
+            return math.nan
         return math.exp(self.loss) if self.loss < MAX_LOSS else math.inf
 
 
@@ -49,21 +68,6 @@ class SourceReport:
     num_tokens: int
     num_targets: int
     loss: float = math.nan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairStats:
-    """Rewards of pairs of answers: means of the chosen and of the rejected ones, and the share of pairs of which the
-    chosen one has the higher reward."""
-
-    chosen: float
-    rejected: float
-    accuracy: float
-
-    @property
-    def margin(self) -> float:
-        """How much higher the chosen ones are."""
-        return self.chosen - self.rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

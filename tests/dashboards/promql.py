@@ -27,9 +27,9 @@ class Expression:
     instant: bool = False
 
     @property
-    def of_pictures(self) -> bool:
-        """True if only models with a vision encoder have such series."""
-        return "encode" in self.text
+    def of_some(self) -> bool:
+        """True if only models with a vision encoder, or losses of pairs, have such series."""
+        return "encode" in self.text or "reward" in self.text
 
 
 def boards() -> dict[str, dict[str, Any]]:

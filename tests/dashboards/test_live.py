@@ -97,7 +97,7 @@ class Course:
                 self._stages.pop(0)
                 act()
         else:
-            wanted = [*(each for each in EXPRESSIONS if not each.of_pictures), *AT_THE_END]
+            wanted = [*(each for each in EXPRESSIONS if not each.of_some), *AT_THE_END]
             self._empty = [each for each in self._empty if not now.samples(each)]
             if not self._empty:  # each has had data, now all of them at once
                 self._empty = [each for each in wanted if not now.samples(each)]
@@ -130,9 +130,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iter
 
 @pytest.mark.parametrize("kind", [of_boards, of_rules], ids=["boards", "rules"])
 def test_every_query_has_data(kind: Any, watched: Watched) -> None:
-    """But for those of pictures: the model does not see."""
+    """But for those of pictures and pairs: the model does not see, and the loss is cross entropy."""
     empty = [expression.place for expression in kind() if not watched.samples(expression)]
-    assert empty == [expression.place for expression in kind() if expression.of_pictures]
+    assert empty == [expression.place for expression in kind() if expression.of_some]
 
 
 def test_rules_are_healthy_and_alerts_quiet(watched: Watched) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.values import EvalResult, PairStats
 from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
 from tests.dashboards.promql import of_boards, substituted
 from tests.telemetry.samples import report
@@ -15,6 +16,8 @@ from tests.waiting import until
 
 PICTURES = {"sees": (0.5, (0.0, 0.75)), "reads": (None, (0.0, 0.0))}
 """Imbalance of the encoder and its seconds by rank, in runs of these names."""
+PAIRS = PairStats(num_pairs=4, chosen=0.5, rejected=-0.25, accuracy=0.75)
+"""Of a step of the run "prefers", and of its evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,9 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             ending.callback(run.close)
             return run
 
-        runs = {name: begin(name) for name in ("first", "second", *PICTURES)}
+        runs = {name: begin(name) for name in ("first", "second", "prefers", *PICTURES)}
+        evaluated = {"val": EvalResult(loss=0.5, tokens=9, pairs=PAIRS)}
+        runs["prefers"].observe_step(report(pairs=PAIRS, eval=evaluated), goodput=1.0)
         runs["guarded"] = begin("guarded", host="0.0.0.0", token_file=str(token))
         for name, (encoder, seconds) in PICTURES.items():
             workers = [
@@ -67,25 +72,31 @@ def test_a_run_that_asks_for_a_token(scraped: Scraped) -> None:
     until(lambda: up(scraped.other) == wanted, what=lambda: up(scraped.other))
 
 
-def test_panels_of_pictures_have_data_where_a_model_sees_and_none_elsewhere(scraped: Scraped) -> None:
-    def shown(run: str) -> dict[str, list[float]]:
-        """Results by panel."""
+def test_panels_of_some_runs_have_data_there_and_none_elsewhere(scraped: Scraped) -> None:
+    def shown(run: str, word: str) -> dict[str, list[float]]:
+        """Results by panel, of those with such series."""
         asked = {
             each.place: substituted(each.text, runs=[run], scrape_s=SCRAPE_S, interval_s=SCRAPE_S, range_s=60)
             for each in of_boards()
-            if each.of_pictures
+            if each.of_some and word in each.text
         }
         found = {place: scraped.knowing.ask("query", query=text)["result"] for place, text in asked.items()}
         return {place: sorted(float(each["value"][1]) for each in series) for place, series in found.items()}
 
-    until(lambda: set(PICTURES) <= {run for run, is_up in up(scraped.knowing).items() if is_up})
-    assert shown("sees") == {
+    until(lambda: {"prefers", *PICTURES} <= {run for run, is_up in up(scraped.knowing).items() if is_up})
+    assert shown("sees", "encode") == {
         "balance.json, Imbalance: encoder, A": [0.5],
         "balance.json, Slowest encoder, A": [0.75],
         "balance.json, Encoder's share of the step, A": [0.375],
         "balance.json, Encoder time by rank: $run, A": [0.0, 0.75],
     }
-    assert not any(shown("reads").values())
+    assert shown("prefers", "reward") == {
+        "training.json, Rewards, A": [-0.25, 0.5],
+        "training.json, Reward accuracy, A": [0.75],
+        "training.json, Reward accuracy, B": [0.75],
+        "training.json, Evaluated reward margin, A": [0.75],
+    }
+    assert not any(shown("reads", "").values())
 
 
 def test_runs_that_come_and_go(scraped: Scraped) -> None:

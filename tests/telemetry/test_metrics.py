@@ -14,7 +14,7 @@ from rayfcp.config import ConfigError
 from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.names import METRICS, PREFIX, MetricKind
-from rayfcp.values import EvalResult, SourceReport, StepReport
+from rayfcp.values import EvalResult, PairStats, SourceReport, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 from tests.telemetry.scraping import Samples, scrape
@@ -29,7 +29,7 @@ predicted_seconds num_microbatches strategy_steps_total worker_busy_seconds work
 devices_wanted checkpoints_total checkpoint_step straggler_threshold_ratio skipped_updates_total
 failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour planners
 lookahead_steps planning_load_ratio eval_loss eval_perplexity eval_seconds source_loss source_tokens_total
-source_sequences_total"""
+source_sequences_total reward reward_accuracy_ratio eval_reward_margin eval_reward_accuracy_ratio"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -83,8 +83,9 @@ def test_sources_of_a_mixture(exporter: MetricsExporter, tmp_path: Path) -> None
 
 def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) -> None:
     sources = {"web": SourceReport(num_sequences=3, num_tokens=100, num_targets=90, loss=2.5)}
-    evaluated = {"val": EvalResult(loss=math.log(3.0), tokens=9)}
-    exporter.observe_step(report(1, eval=evaluated, sources=sources), goodput=0.9)
+    pairs = PairStats(num_pairs=4, chosen=0.5, rejected=-0.25, accuracy=0.75)
+    evaluated = {"val": EvalResult(loss=math.log(3.0), tokens=9), "ranked": EvalResult(loss=0.5, tokens=9, pairs=pairs)}
+    exporter.observe_step(report(1, eval=evaluated, sources=sources, pairs=pairs), goodput=0.9)
     exporter.set("eval_seconds", 0.5)
     exporter.set("process_groups", 4)
     exporter.set("process_group_seconds", 0.5)
@@ -109,6 +110,9 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     assert value(samples, "sequences_skipped_total", reason="empty") == 3
     assert value(samples, "eval_loss", set="val") == pytest.approx(math.log(3.0))
     assert value(samples, "eval_perplexity", set="val") == pytest.approx(3.0)
+    assert value(samples, "eval_loss", set="ranked") == 0.5 and exporter.value("eval_perplexity", set="ranked") is None
+    assert value(samples, "eval_reward_margin", set="ranked") == 0.75
+    assert value(samples, "reward", answer="rejected") == -0.25 and value(samples, "reward_accuracy_ratio") == 0.75
     assert value(samples, "recoveries_total", cause="died") == 1 and value(samples, "recovery_seconds") == 0.5
     assert value(samples, "process_group_seconds") == 0.5 and value(samples, "checkpoint_seconds") == 0.25
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.steps import HeldStep, StepLog, from_line, last_finished, read_steps, to_line
-from rayfcp.values import EvalResult, SourceReport, StepReport
+from rayfcp.values import EvalResult, PairStats, SourceReport, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
@@ -57,6 +57,19 @@ def test_a_loss_that_is_no_number_stays_json() -> None:
     line = to_line(report(loss=math.nan, grad_norm=math.inf))
     assert json.loads(line)["loss"] is None
     assert math.isnan(from_line(line).loss) and math.isnan(from_line(line).grad_norm)
+
+
+def test_pairs_come_back() -> None:
+    pairs = PairStats(num_pairs=4, chosen=0.5, rejected=math.nan, accuracy=0.75)
+    told = report(pairs=pairs, eval={"val": EvalResult(loss=0.5, tokens=9, pairs=pairs)})
+    fields = json.loads(to_line(told))
+    stats = {"num_pairs": 4, "chosen": 0.5, "rejected": None, "accuracy": 0.75}
+    assert (fields["pairs"], fields["eval"]["val"]) == (stats, {"loss": 0.5, "tokens": 9, "pairs": stats})
+    back = from_line(to_line(told))
+    for found in (back.pairs, back.eval["val"].pairs):
+        assert found is not None and (found.num_pairs, found.chosen, found.accuracy) == (4, 0.5, 0.75)
+        assert math.isnan(found.rejected) and math.isnan(found.margin)
+    assert math.isnan(back.eval["val"].perplexity)
 
 
 def test_sources_of_a_mixture_come_back() -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import ElasticConfig
 from rayfcp.data.evaluation import EvalBatches, EvalSet
 from rayfcp.elastic.hang import StepTimes
@@ -20,7 +21,7 @@ from rayfcp.execute.reports import BatchLosses
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.live import RunState
-from rayfcp.telemetry.summary import number, seconds
+from rayfcp.telemetry.summary import result_text, seconds
 from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch
 
 Results = Mapping[str, EvalResult]
@@ -85,6 +86,22 @@ class _UnderWay:
         return found
 
 
+def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[float], num_targets: int) -> EvalResult:
+    """Result on a set by the sums of the terms of its sequences, and by those of the reference model if the loss has
+    one."""
+    if not loss.is_of_pairs:
+        return EvalResult(loss=math.fsum(sums) / max(num_targets, 1), tokens=num_targets)
+    import torch  # here, as no other loss needs it in the controller
+
+    from rayfcp.execute.losses import loss_of
+    from rayfcp.execute.losses.base import PairLoss, pair_values
+
+    of_pairs = loss_of(loss)
+    assert isinstance(of_pairs, PairLoss)
+    found = pair_values(of_pairs, torch.tensor(sums, dtype=torch.float64), reference=reference)
+    return EvalResult(loss=float(found.loss), tokens=num_targets, pairs=found.stats())
+
+
 class Evaluator:
     """Evaluates states on the sets of a run; at most one at a time. `plans`: a queue of its own over `batches`.
     `by_token`: keep the terms of tokens."""
@@ -95,12 +112,14 @@ class Evaluator:
         *,
         plans: PlanQueue,
         batches: EvalBatches,
+        loss: LossConfig,
         journal: Journal,
         log: Callable[[str], None],
         by_token: bool = False,
     ) -> None:
         self._by_token = by_token
         self._state, self._plans, self._batches, self._journal, self._log = state, plans, batches, journal, log
+        self._loss = loss
         self._runtime = state.worker_group.runtime
         self._now: _UnderWay | None = None
         self._planned_for: ClusterSpec | None = None
@@ -190,17 +209,19 @@ class Evaluator:
     def _conclude(self, now: _UnderWay) -> None:
         self._now = self._planned_for = None
         results = {
-            name: EvalResult(loss=math.fsum(losses) / max(now.targets[name], 1), tokens=now.targets[name])
-            for name, losses in now.losses.items()
+            each.name: result_of(
+                self._loss,
+                now.losses[each.name],
+                reference=() if each.reference is None else each.reference[now.ids[each.name]].tolist(),
+                num_targets=now.targets[each.name],
+            )
+            for each in self._batches.sets
         }
         taken_s = self._runtime.now_s() - now.began_s
         sums = {each.name: now.sums(each) for each in self._batches.sets}
         self.last = Evaluated(step=now.step, results=results, seconds=taken_s, sums=sums, terms=now.terms)
         self._journal.metrics.set("eval_seconds", taken_s)
-        text = "; ".join(
-            f"{name} loss {number(each.loss)}, perplexity {number(each.perplexity)}, {each.tokens:,} tokens"
-            for name, each in results.items()
-        )
+        text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())
         self._log(f"evaluated after step {now.step} in {seconds(taken_s)}: {text}")
         devices = len(self._state.ids)
         self._journal.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)

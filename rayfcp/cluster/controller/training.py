@@ -214,7 +214,15 @@ class Controller:
 
         plans = PlanQueue(planners, batches, bounds=self._config.plan.lookahead_bounds, forward_only=True)
         by_token = self._evaluates is not None and self._evaluates.by_token
-        return Evaluator(state, plans=plans, batches=batches, journal=journal, log=self._log, by_token=by_token)
+        return Evaluator(
+            state,
+            plans=plans,
+            batches=batches,
+            loss=self._config.loss,
+            journal=journal,
+            log=self._log,
+            by_token=by_token,
+        )
 
     def _training(
         self,

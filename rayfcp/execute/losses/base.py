@@ -128,7 +128,7 @@ class PairValues:
     def stats(self) -> PairStats:
         """The figures, once the device has them."""
         chosen, rejected, accuracy = self.figures.tolist()
-        return PairStats(chosen=chosen, rejected=rejected, accuracy=accuracy)
+        return PairStats(num_pairs=len(self.weights) // 2, chosen=chosen, rejected=rejected, accuracy=accuracy)
 
 
 def pair_values(loss: PairLoss, sums: Tensor, *, reference: Sequence[float] = ()) -> PairValues:

@@ -582,7 +582,7 @@ function mount(holder, chart) {
 // values. `varies`: hidden while all values are equal.
 
 const STEP_CHARTS = {
-  loss: { title: "Loss", note: "Nats per target token", columns: { loss: "loss" }, zero: false },
+  loss: { title: "Loss", note: "Nats per target token, or per pair of answers", columns: { loss: "loss" }, zero: false },
   throughput: { title: "Throughput", note: "Tokens per second, all devices together",
     columns: { "tokens per second": "tokens_per_s" }, smooth: true },
   mfu: { title: "MFU", note: "Model FLOPs over step time and the devices' peak; attention FLOPs alone likewise",
@@ -600,6 +600,9 @@ const STEP_CHARTS = {
       encoder: "encoder" }, format: "percent" },
   bubble: { title: "Bubble", note: "Share of rank time spent waiting for other ranks", columns: { bubble: "bubble" },
     format: "percent" },
+  rewards: { title: "Rewards", note: "Means over pairs of answers", columns: { chosen: "chosen", rejected: "rejected" } },
+  accuracy: { title: "Accuracy", note: "Share of pairs of which the chosen answer has the higher reward",
+    columns: { accuracy: "accuracy" }, format: "percent" },
   devices: { title: "Devices", note: "In use at each step", columns: { devices: "world_size" }, stepped: true, varies: true },
 };
 

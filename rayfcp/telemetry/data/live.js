@@ -66,8 +66,8 @@ function showRecoveries(state) {
     html("table", {}, html("thead", {}, head), html("tbody", {}, ...rows)));
 }
 
-const KINDS_OF_SPANS = { load: "--soft", encode: "--r6", forward: "--c1", attention: "--c4", backward: "--c3", transfer: "--c2",
-  reduce: "--c5", update: "--c6", wait: "--rule" };
+const KINDS_OF_SPANS = { load: "--soft", score: "--r3", encode: "--r6", forward: "--c1", attention: "--c4", backward: "--c3",
+  transfer: "--c2", reduce: "--c5", update: "--c6", wait: "--rule" };
 const rampOfDegree = (degree) => Math.min(6, 2 + Math.round(Math.log2(degree)));
 
 // The planned and the measured last step: colours mean degrees in the first, passes in the second.
@@ -104,7 +104,7 @@ function deviceChart(workers) {
 function evaluationChart(evaluations) {
   const names = [...new Set(evaluations.flatMap(([, losses]) => Object.keys(losses)))];
   const series = names.map((name) => ({ name, values: evaluations.map(([, losses]) => losses[name] ?? null) }));
-  return { kind: "lines", title: "Evaluation loss", note: "Nats per target token, by set", format: "number", zero: false,
+  return { kind: "lines", title: "Evaluation loss", note: "Nats per target token or per pair of answers, by set", format: "number", zero: false,
     dots: true, x: evaluations.map(([step]) => step), series };
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayfcp.config import ConfigError
-from rayfcp.values import StepReport
+from rayfcp.values import PairStats, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def values_of(report: StepReport) -> dict[str, float]:
     """Return the finite numbers of a step by names `group/key`.
 
     `train/`: the optimization; `speed/`, `plan/`, `imbalance/`: seconds and ratios of `StepReport`; `eval/NAME/`: the
-    state on an evaluation set; `source-NAME/`: a source of a mixture.
+    state on an evaluation set; `source-NAME/`: a source of a mixture; `rewards/`: of pairs of answers, by TRL's names.
     """
     groups = {
         "train": ("loss", "grad_norm", "learning_rate", "num_tokens", "num_sequences"),
@@ -53,12 +53,21 @@ def values_of(report: StepReport) -> dict[str, float]:
     values |= {f"imbalance/{key}": value for key, value in report.imbalance.by_resource.items()}
     for name, result in report.eval.items():
         values |= {f"eval/{name}/loss": result.loss, f"eval/{name}/perplexity": result.perplexity}
+        values |= {f"eval/{name}/{key}": value for key, value in _rewards(result.pairs).items()}
+    values |= _rewards(report.pairs)
     for name, source in report.sources.items():
         of_source = {"loss": source.loss, "num_tokens": source.num_tokens, "num_sequences": source.num_sequences}
         values |= {f"source-{name}/{key}": float(value) for key, value in of_source.items()}
     if report.step_s > 0:
         values["speed/tokens_per_s"] = report.num_tokens / report.step_s
     return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _rewards(pairs: PairStats | None) -> dict[str, float]:
+    if pairs is None:
+        return {}
+    named = {"chosen": pairs.chosen, "rejected": pairs.rejected, "margins": pairs.margin, "accuracies": pairs.accuracy}
+    return {f"rewards/{name}": value for name, value in named.items()}
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
