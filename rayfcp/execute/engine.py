@@ -429,10 +429,12 @@ class RankEngine:
         return Beat(step=progress.step, num_done=progress.num_done, waiting=progress.is_waiting)
 
     @collective
-    def load(self, folder: str) -> None:
-        """Set parameters and optimizer state from a checkpoint written by any number of ranks."""
+    def load(self, folder: str, *, only_weights: bool = False) -> None:
+        """Set parameters, and optimizer state unless `only_weights`, from a checkpoint written by any number of
+        ranks."""
         generation = self.generation
-        load(Path(folder), generation.module, optimizer=generation.optimizer, group=generation.groups.control)
+        optimizer = None if only_weights else generation.optimizer
+        load(Path(folder), generation.module, optimizer=optimizer, group=generation.groups.control)
 
     def abort(self) -> None:
         """End all exchanges of this generation; any thread may call it. The main thread then raises

@@ -179,6 +179,19 @@ def test_a_state_before_the_first_update_is_loaded_without_optimizer_state(rank:
         assert torch.equal(parameter.full_tensor(), want[name])
 
 
+def test_weights_alone_are_loaded_for_an_evaluation(rank: Alone, tmp_path: Path) -> None:
+    engine, copies = rank.engine, CopyFolder(tmp_path / "copies")
+    trained(rank, copies, steps=2)
+    save(copies, SECOND, nodes=[[0]], folder=tmp_path / "saved", train=engine._config.train)
+    want = {name: each.full_tensor().clone() for name, each in engine.generation.module.named_parameters()}
+    trained(rank, copies, steps=1)
+    engine.generation.optimizer.state.clear()
+    engine.load(str(tmp_path / "saved"), only_weights=True)
+    assert not engine.generation.optimizer.state
+    for name, parameter in engine.generation.module.named_parameters():
+        assert torch.equal(parameter.full_tensor(), want[name])
+
+
 def test_a_full_disk_fails_the_write_and_the_next_is_whole(tmp_path: Path) -> None:
     copies = write(CopyFolder(tmp_path / "copies"), vector(1, 0, 0), vector(1, 0, 1, start=50))
     full, free = tmp_path / "full", tmp_path / "free"

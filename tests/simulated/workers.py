@@ -271,7 +271,7 @@ class SimulatedWorker:
         self._later(lambda: take(0), 0.05)
         return result
 
-    def load(self, folder: str) -> Deferred:
+    def load(self, folder: str, *, only_weights: bool = False) -> Deferred:
         assert self.generation is not None
         start, stop = self._interval(self.generation)
 

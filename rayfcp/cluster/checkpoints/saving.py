@@ -45,7 +45,7 @@ class Resume:
 
     Args:
         owner: id of this controller, which no earlier one had.
-        same_data: whether the run goes on with the checkpoint's samples.
+        trains: whether the run goes on with the checkpoint's samples and the state of its optimizer.
 
     Raises:
         ConfigError: the checkpoint named by the user is damaged, none is intact, or it is of another model or data.
@@ -59,9 +59,9 @@ class Resume:
         sampler: Sampler,
         model: dict[str, Any],
         log: Callable[[str], None],
-        same_data: bool = True,
+        trains: bool = True,
     ) -> None:
-        self._same_data = same_data
+        self._trains = trains
         self._config, self.sampler, self._log = config, sampler, log
         self.folder = CheckpointFolder(
             Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{owner}-"
@@ -90,8 +90,8 @@ class Resume:
     def load(self, worker_group: WorkerGroup) -> None:
         """Make the workers load it, if there is one."""
         if self.source is not None:
-            folder = str(self.source)
-            worker_group.call(lambda _, worker: worker.load.remote(folder))
+            folder, only_weights = str(self.source), not self._trains
+            worker_group.call(lambda _, worker: worker.load.remote(folder, only_weights=only_weights))
 
     def fall_back(self, worker_group: WorkerGroup) -> int:
         """Load the newest intact checkpoint of the run; return its step, 0 without one."""
@@ -123,7 +123,7 @@ class Resume:
         self.source, manifest = found
         check_same_model(manifest, self.model)
         try:
-            if self._same_data:
+            if self._trains:
                 self.sampler.check_state(manifest.data)
         except ValueError as error:
             raise ConfigError(str(error)) from error

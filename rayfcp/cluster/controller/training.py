@@ -138,7 +138,7 @@ class Controller:
                     sampler=data.sampler,
                     model=data.checkpointed_model,
                     log=self._log,
-                    same_data=self._evaluates is None,
+                    trains=self._evaluates is None,
                 )
                 self._write_config()
                 done, source = resume.step, resume.source

@@ -391,8 +391,8 @@ class DeviceWorker:
         """Damage of these files of a checkpoint, None without any."""
         return find_damage(folder, sums)
 
-    def load(self, folder: str) -> None:
-        self._engine.load(folder)
+    def load(self, folder: str, *, only_weights: bool = False) -> None:
+        self._engine.load(folder, only_weights=only_weights)
 
     def close(self) -> None:
         self._engine.close()

@@ -154,9 +154,10 @@ def _tensor(dtype: str, sizes: tuple[int, ...], boxes: Iterable[Box]) -> TensorS
     )
 
 
-def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Fill a sharded model and its optimizer from `folder`, written by any number of ranks; parameters that are not
-    trained are in no checkpoint, and stay. One before the first update has no optimizer state, and leaves none.
+def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup) -> None:
+    """Fill a sharded model, and its optimizer unless that is None, from `folder`, written by any number of ranks;
+    parameters that are not trained are in no checkpoint, and stay. One before the first update has no optimizer state,
+    and leaves none.
 
     Raises:
         ValueError: the checkpoint is of another model.
@@ -165,14 +166,15 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
     frozen = {name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
     held = get_model_state_dict(module, options=_BY_NAME)
     state: dict[str, Any] = {"model": {name: value for name, value in held.items() if name not in frozen}}
-    if has_optimizer := any(key.startswith("optimizer.") for key in keys):
+    has_state = any(key.startswith("optimizer.") for key in keys)
+    if optimizer is not None and has_state:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_BY_NAME)
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:
         raise ValueError(f"checkpoint {os.fspath(folder)} does not fit this model; {error}") from error
     set_model_state_dict(module, state["model"], options=replace(_BY_NAME, strict=not frozen))
-    if has_optimizer:
+    if optimizer is not None and has_state:
         set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_BY_NAME)
-    else:
+    elif optimizer is not None:
         optimizer.state.clear()
