@@ -35,6 +35,9 @@ CONFIG_FILE, MODEL_FILE = "config.yaml", "config.json"
 
 Sections = Mapping[str, Any]
 
+_ONE_SOURCE: Mapping[str, Any] = {"sources": {}, "schedule": (), "temperature": 1.0}
+"""Keys of `data` in place of those of a mixture."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
@@ -71,7 +74,9 @@ class Subject:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
         base = _sections(str(path / CONFIG_FILE)) if is_run else {"model": {"path": str(path), "init": "pretrained"}}
         merged = _merged(base, given) if is_run else _merged(given, base)
-        config = load_config(_merged({"data": {"paths": ["none"]}}, merged), overrides=overrides)
+        of_mixture = bool(_merged({"data": {}}, merged)["data"].get("sources"))
+        default = {} if of_mixture else {"data": {"paths": ["none"]}}
+        config = load_config(_merged(default, merged), overrides=overrides)
         if not is_run:
             return cls(config=config, checkpoint=None, folder=None)
         keep = config.checkpoint.keep
@@ -128,7 +133,7 @@ def evaluate_sets(
     # Its data are those of the first set.
     first = next(iter(found.config.eval.sets.values())).source(found.config.data)
     own = {name: getattr(first, name) for name in ("paths", "format", "include", "exclude", "text_column")}
-    subject = found.without_training(data=own)
+    subject = found.without_training(data={**own, **_ONE_SOURCE})
     check_paths(subject.config)
     return subject.run(watcher, prepared=lambda config: prepared_sets(config, log=watcher.log), by_token=False)
 
@@ -221,7 +226,7 @@ def _terms(
 def _for_sequences(found: Subject, *, longest_tokens: int) -> Subject:
     """The subject with given sequences as its only set, in place of the data that the configuration names."""
     data = {
-        **{"paths": ["none"], "format": "prepared", "sources": {}, "schedule": (), "temperature": 1.0},
+        **{"paths": ["none"], "format": "prepared", **_ONE_SOURCE},
         **{"streaming": False, "rows": None, "max_seqlen": longest_tokens, "long_sequences": "cut"},
     }
     if found.config.model.path is not None and found.config.data.processor is None:
