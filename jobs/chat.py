@@ -1,5 +1,5 @@
-"""Writes conversations about Python's standard library, preferences, and a tokenizer with a chat template, without any
-download.
+"""Writes conversations about Python's standard library, preferences, a tokenizer with a chat template, and a tiny model
+with random weights that stands for a pretrained one, without any download.
 
 A conversation asks for what a function or class is for, and often for its arguments; the answers are from its
 documentation. A preference has such an answer, and as the rejected one its words in another order.
@@ -15,8 +15,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = """\
@@ -31,6 +32,17 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 """ChatML, with marks of what the assistant writes."""
+
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 
 
 def conversations(source: str, *, module: str) -> Iterator[list[dict[str, str]]]:
@@ -62,18 +74,19 @@ def write_rows(path: Path, rows: Iterable[object]) -> None:
 
 
 def write(folder: Path, *, vocab_size: int) -> None:
-    """Write `rows.jsonl`, `pairs.jsonl`, a tenth of these for evaluation, `pairs-held-out.jsonl`, and `tokenizer/`."""
+    """Write `rows.jsonl` and `pairs.jsonl`, a tenth of each for evaluation as `*-held-out.jsonl`, `tokenizer/` and
+    `model/`."""
     talks = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         talks += conversations(path.read_text(encoding="utf-8", errors="replace"), module=path.stem)
     rng = random.Random(0)
     rng.shuffle(talks)
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "rows.jsonl", ({"messages": talk} for talk in talks))
     pairs = [preference(talk, rng=rng) for talk in talks]
     pairs = [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
-    write_rows(folder / "pairs-held-out.jsonl", pairs[: len(pairs) // 10])
-    write_rows(folder / "pairs.jsonl", pairs[len(pairs) // 10 :])
+    for name, rows in (("rows", [{"messages": talk} for talk in talks]), ("pairs", pairs)):
+        write_rows(folder / f"{name}-held-out.jsonl", rows[: len(rows) // 10])
+        write_rows(folder / f"{name}.jsonl", rows[len(rows) // 10 :])
     merging = Tokenizer(models.BPE())
     merging.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     merging.decoder = decoders.ByteLevel()
@@ -88,7 +101,11 @@ def write(folder: Path, *, vocab_size: int) -> None:
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
+    for name in ("tokenizer", "model"):
+        tokenizer.save_pretrained(folder / name)
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPE, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from rayfcp.config.losses import RowKind
-from rayfcp.config.section import Count, Fraction, Section, Words
+from rayfcp.config.section import Count, Fraction, Name, Section, Words
 
 STDLIB_PLACEHOLDER = "{stdlib}"
 
 
-class SourceConfig(Section):
-    """Input files, and which columns of their rows are read."""
+class FilesConfig(Section):
+    """Input files."""
 
     paths: Words = Field(
         min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
@@ -23,6 +23,16 @@ class SourceConfig(Section):
     exclude: Words = Field(
         default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
     )
+
+    @field_validator("paths")
+    @classmethod
+    def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
+
+
+class SourceConfig(FilesConfig):
+    """Input files, and which columns of their rows are read."""
+
     text_column: str = Field(default="text", description="column or key with the text, or with a list of messages")
     chat_template: str | None = Field(
         default=None, description="file with a Jinja template for conversations; the tokenizer's own if absent"
@@ -33,11 +43,6 @@ class SourceConfig(Section):
     loss_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant", description="tokens of a conversation that enter the loss"
     )
-
-    @field_validator("paths")
-    @classmethod
-    def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
 
 
 class MixedSourceConfig(SourceConfig):
@@ -64,18 +69,13 @@ class ScheduleConfig(Section):
         return self
 
 
-SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-
-
 class DataConfig(SourceConfig):
     """Input files, tokenization, and the handling of long and broken rows."""
 
     paths: Words = Field(
         default=(), description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
     )
-    sources: dict[SourceName, MixedSourceConfig] = Field(
-        default={}, description="of a mixture by name, in place of `paths`"
-    )
+    sources: dict[Name, MixedSourceConfig] = Field(default={}, description="of a mixture by name, in place of `paths`")
     temperature: PositiveFloat = Field(
         default=1.0, description="of sources without weights: their shares are tokens^(1/temperature)"
     )

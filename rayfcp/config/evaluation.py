@@ -1,25 +1,17 @@
 """The section `eval`: data on which a run evaluates its model, and when."""
 
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from rayfcp.config.section import Count, Fraction, Section, Words
-
-if TYPE_CHECKING:
-    from rayfcp.config.data import DataConfig
+from rayfcp.config.data import DataConfig, FilesConfig
+from rayfcp.config.section import Count, Fraction, Name, Section
 
 
-class EvalSetConfig(Section):
-    """One evaluation set: keys of `data` that it has of its own. What is absent is as in `data`, but for the files and
-    their format, which are the set's alone."""
+class EvalSetConfig(FilesConfig):
+    """One evaluation set: its files, and keys of `data` that it has of its own. What is absent is as in `data`."""
 
-    paths: Words = Field(min_length=1, description="as data.paths")
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "prepared"] = "auto"
-    include: Words = Field(default=(), description="as data.include")
-    exclude: Words = Field(default=(), description="as data.exclude")
     text_column: str | None = Field(default=None, description="data.text_column if absent")
     chat_template: str | None = Field(default=None, description="data.chat_template if absent")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="data.chat_template_kwargs if absent")
@@ -32,7 +24,7 @@ class EvalSetConfig(Section):
     )
     max_bad_fraction: Fraction | None = Field(default=None, description="data.max_bad_fraction if absent")
 
-    def source(self, data: "DataConfig") -> "DataConfig":
+    def source(self, data: DataConfig) -> DataConfig:
         """Return the set as a configuration of data, with what is absent taken from `data`."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
         if data.rows == "distilled":  # the loss is cross entropy
@@ -42,27 +34,14 @@ class EvalSetConfig(Section):
         )
 
 
-SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
 class EvalConfig(Section):
     """Evaluation of the model on data that it is not trained on."""
 
-    sets: Mapping[str, EvalSetConfig] = Field(default={}, description="sources by name; no evaluation if empty")
+    sets: Mapping[Name, EvalSetConfig] = Field(default={}, description="sources by name; no evaluation if empty")
     every_steps: Count | None = Field(default=None, description="steps between evaluations; after the last if absent")
     batches: Count | None = Field(
         default=None, description="of data.global_batch_sequences sequences of each set; all of a set if absent"
     )
-
-    @field_validator("sets")
-    @classmethod
-    def _names_are_labels(cls, sets: Mapping[str, EvalSetConfig]) -> Mapping[str, EvalSetConfig]:
-        if wrong := [name for name in sets if not SET_NAME.fullmatch(name)]:
-            raise ValueError(
-                f"must have names that start with a letter or digit and hold only letters, digits, '.', '_' and '-', "
-                f"which {wrong[0]!r} does not; rename it"
-            )
-        return sets
 
     def is_due(self, step: int, *, last_step: int) -> bool:
         """Return whether the state after `step` is evaluated in a run of `last_step` steps: the last one always."""

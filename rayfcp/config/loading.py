@@ -247,6 +247,8 @@ def _line(problem: ErrorDetails) -> str:
         if message.startswith("must "):
             return f"{dotted} is {value}, {message}"
         return f"{dotted}.{message}" if dotted else message
+    if dotted.endswith(".[key]"):  # a name that the user chose
+        dotted = f"a name in {'.'.join(map(str, problem['loc'][:-2]))}"
     return f"{dotted} is {value}, {_bound(problem, context)}"
 
 

@@ -23,6 +23,7 @@ from rayfcp.config.section import (
     Count,
     Fraction,
     Index,
+    Name,
     Section,
     as_list,
     as_numbers,
@@ -273,7 +274,7 @@ class ElasticConfig(Section):
 class RunConfig(Section):
     """Name and files of a run, and the seed of everything random in it."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Name = "run"
     dir: str | None = Field(default=None, description="run directory; runs/NAME if absent")
     seed: int = Field(default=0, ge=0)
 

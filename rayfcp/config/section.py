@@ -52,6 +52,8 @@ Index = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Bounds = Annotated[Literal["auto"] | Count | tuple[Count, Count], BeforeValidator(auto_or_range)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Of a run, a source or an evaluation set, in paths and labels."""
 Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
 
 

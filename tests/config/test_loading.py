@@ -128,7 +128,10 @@ def refused(text: str) -> str:
         ("eval: {sets: {val: {format: text}}}", "eval.sets.val.paths is missing, must be given"),
         ("eval: {sets: {val: 3}}", "eval.sets.val is 3, must be a section of keys"),
         ("eval: {sets: 3}", "eval.sets is 3, must be a section of keys"),
-        ("eval: {sets: {'a b': {paths: x}}}", "letters, digits, '.', '_' and '-', which 'a b' does not; rename it"),
+        (
+            "eval: {sets: {'a b': {paths: x}}}",
+            "a name in eval.sets is 'a b', must start with a letter or digit and hold only",
+        ),
         ("eval: {every_steps: 0}", "eval.every_steps is 0, must be at least 1; raise it"),
         (
             "eval: {sets: {val: {paths: x, max_seqlen: 9000}}}",
@@ -137,7 +140,7 @@ def refused(text: str) -> str:
         ("train: {eval_steps: 9}", "train.eval_steps is not a known key; it is called eval.every_steps here"),
         ("optimizer: {name: x}", "optimizer is not a known key; the optimizer is AdamW"),
         ("run: {qwerty: 1}", "run.qwerty is not a known key; run has name, dir, seed"),
-        ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, eval, cluster"),
+        ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, loss, eval, cluster"),
         ("train: 7", "train is 7, must be a section of keys"),
         ("3: 7", "3 is not a known key"),
         ("data: {paths: []}", "data.paths is missing, must be given"),

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rayfcp.cli import main
 from tests.docs.forms import check, words_of
@@ -143,3 +144,19 @@ def test_runs_left_what_the_first_guide_names(desk: Path) -> None:
     assert not [name for name in named if not (run / name).exists()]
     steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
+
+
+def test_recipes_left_models_that_open(
+    desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the example of their page, and as a whole model."""
+    if not (desk / "build" / "tuned").exists():
+        pytest.skip("the commands before it were not asked for")
+    monkeypatch.chdir(desk)
+    (code,) = (block.text for block in BLOCKS if block.page == "docs/guides/recipes.md" and block.language == "python")
+    exec(compile(code, "recipes.md", "exec"), {})
+    assert "What is the function dump for?" in capsys.readouterr().out
+    whole = AutoModelForCausalLM.from_pretrained("build/tuned")
+    assert AutoTokenizer.from_pretrained("build/tuned").chat_template and not hasattr(whole, "peft_config")
+    evaluated = [json.loads(line)["eval"] for line in Path("runs/sft-lora-tiny/steps.jsonl").read_text().splitlines()]
+    assert evaluated[-1]["held-out"]["loss"] > 0

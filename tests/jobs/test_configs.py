@@ -1,6 +1,9 @@
 """Every configuration of jobs/ is planned on the cluster that it declares, without that cluster, at either end of its
 range of devices; the plans are proven."""
 
+import runpy
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,17 @@ FOLDER = Path(__file__).resolve().parents[2] / "jobs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 QUICK = ("plan.search_moves=3000", "data.global_batch_sequences=48")
 """The same layout and memory; a small batch and a short search, for a plan in a second."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Folders of models that scripts and other runs leave."""
+    folder = tmp_path_factory.mktemp("desk")
+    runpy.run_path(str(FOLDER / "chat.py"))["write"](folder / "build" / "chat", vocab_size=512)
+    shutil.copytree(folder / "build" / "chat" / "model", folder / "build" / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
 
 
 def config_of(path: Path, *overrides: str) -> Config:
