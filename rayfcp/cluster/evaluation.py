@@ -71,7 +71,9 @@ class Subject:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
         base = _sections(str(path / CONFIG_FILE)) if is_run else {"model": {"path": str(path), "init": "pretrained"}}
         merged = _merged(base, given) if is_run else _merged(given, base)
-        config = load_config(_merged({"data": {"paths": ["none"]}}, merged), overrides=overrides)
+        if not (merged.get("data") or {}).get("sources"):
+            merged = _merged({"data": {"paths": ["none"]}}, merged)  # what is trained on does not matter
+        config = load_config(merged, overrides=overrides)
         if not is_run:
             return cls(config=config, checkpoint=None, folder=None)
         keep = config.checkpoint.keep

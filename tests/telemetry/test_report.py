@@ -84,7 +84,7 @@ def charts_of(page: str) -> list[dict[str, Any]]:
 def test_any_run_has_a_sound_page(steps: list[StepReport]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = page_of(steps, Path(folder))
-    assert page.count("<figure") == 12
+    assert page.count("<figure") == 14
 
 
 def test_everything_is_escaped(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_each_evaluation_set_has_a_chart_and_its_time_is_no_training(tmp_path: P
     charts = {each["title"]: each for each in charts_of(page) if each["title"].startswith("Evaluation loss")}
     assert list(charts) == ["Evaluation loss: val", "Evaluation loss: code"]
     assert charts["Evaluation loss: val"]["series"][0]["values"] == [3.0] and charts["Evaluation loss: val"]["x"] == [2]
-    assert "perplexity 20.09 after step 2, over 1,234 tokens" in charts["Evaluation loss: val"]["note"]
+    assert "after step 2: loss 3, perplexity 20.09, 1,234 tokens" in charts["Evaluation loss: val"]["note"]
     assert "2.5 s evaluating" in page.replace("\u00a0", " ")
 
 
