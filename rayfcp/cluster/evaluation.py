@@ -83,10 +83,10 @@ class Subject:
             config=config.changed(data={"cache_dir": cache_dir}), checkpoint=checkpoint, folder=path / ".evaluate"
         )
 
-    def without_training(self, **sections: Sections) -> "Subject":
+    def without_training(self, *, data: Sections, **sections: Sections) -> "Subject":
         """The same with other values of some keys, and without what only training needs."""
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        return replace(self, config=without_training(self.config, checkpoint=checkpoint, **sections))
+        return replace(self, config=without_training(self.config, checkpoint=checkpoint, data=data, **sections))
 
     def run(self, watcher: Watcher, *, prepared: Callable[[Config], Mapping[str, str]], by_token: bool) -> Evaluated:
         """Evaluate on the configured cluster. `prepared` returns the folders of evaluation sets by name.
@@ -222,10 +222,8 @@ def _terms(
 
 def _for_sequences(found: Subject, *, longest_tokens: int) -> Subject:
     """The subject with given sequences as its only set, in place of the data that the configuration names."""
-    data = {
-        **{"paths": ["none"], "format": "prepared", "sources": {}, "schedule": (), "temperature": 1.0},
-        **{"streaming": False, "rows": None, "max_seqlen": longest_tokens, "long_sequences": "cut"},
-    }
+    data: dict[str, Any] = {"paths": ["none"], "format": "prepared", "rows": None}
+    data |= {"max_seqlen": longest_tokens, "long_sequences": "cut"}
     if found.config.model.path is not None and found.config.data.processor is None:
         data["tokenizer"] = ByteTokenizer.name  # none is needed, and the model's folder may have none
     sets = {SEQUENCES: {"paths": ["none"], "format": "prepared"}}

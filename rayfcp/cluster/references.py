@@ -194,7 +194,7 @@ def _run_of(config: Config, data_dir: str, parts: list[_Part]) -> Iterator[Confi
             with_reference_model(config),
             checkpoint=None,
             run={"dir": str(folder)},
-            data={"paths": [data_dir], "format": "prepared", "sources": {}, "schedule": (), "temperature": 1.0},
+            data={"paths": [data_dir], "format": "prepared"},
             eval={"sets": sets, "batches": None, "every_steps": None},
         )
     finally:
