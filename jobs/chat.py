@@ -82,7 +82,8 @@ def write(folder: Path, *, vocab_size: int) -> None:
     rng = random.Random(0)
     rng.shuffle(talks)
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = [preference(talk, rng=rng) for talk in talks if len(talk[2]["content"].split()) > 3]
+    pairs = [preference(talk, rng=rng) for talk in talks]
+    pairs = [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
     for name, rows in (("rows", [{"messages": talk} for talk in talks]), ("pairs", pairs)):
         write_rows(folder / f"{name}-held-out.jsonl", rows[: len(rows) // 10])
         write_rows(folder / f"{name}.jsonl", rows[len(rows) // 10 :])

@@ -28,6 +28,7 @@ from rayfcp.data import LengthIndex
 from rayfcp.data.hub import locate
 from rayfcp.data.manifest import join, resolve, whole_file
 from rayfcp.data.tokenizer import ByteTokenizer
+from rayfcp.values import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +92,28 @@ def reference_sums(
         late = [part for part in parts if part.key in missing]
         dirs, wanted = {part.key: part.folder for part in late}, EvaluationRun(draws=missing)
         with _run_of(config, data_dir, late) as own:
-            found = evaluate(own, data_dir, eval_dirs=dirs, runtime=runtime, watcher=watcher, evaluates=wanted)
+            shown = _Apart(watcher)
+            found = evaluate(own, data_dir, eval_dirs=dirs, runtime=runtime, watcher=shown, evaluates=wanted)
         for part in late:
             new = found.sums[part.key]
             sums[part.file] = np.where(np.isnan(new), sums[part.file], new)
             _check(config, part, sums[part.file])
         _write(sums, watcher)
     return {part.name: sums[part.file] for part in parts}
+
+
+class _Apart:
+    """Shows the progress of the run that computes sums apart from that of the run that needs them."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self.evaluating = watcher.evaluating
+
+    def log(self, text: str) -> None:
+        self._watcher.log(f"reference model: {text}")
+
+    def update(self, report: StepReport) -> None:
+        """There are no steps."""
 
 
 def with_reference_model(config: Config) -> Config:

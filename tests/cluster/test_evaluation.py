@@ -136,13 +136,17 @@ def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str
     run_dir = Path(config.run_dir)
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
+    mixed = folder / "mixed"
+    mixed.mkdir()
+    sources = {"one": {"paths": [str(folder / "texts.jsonl")]}}
+    (mixed / "config.yaml").write_text(dump_config(config.changed(data={"paths": (), "sources": sources})))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     model = str(folder / "model")
     for words, told in (
         ([str(folder / "nowhere")], "must be a run directory with config.yaml or a Hugging Face folder"),
         ([str(run_dir)], "no complete checkpoint is in"),
-        ([str(run_dir), "eval.sets={}"], "eval.sets is empty, must name data to evaluate"),
+        ([str(mixed)], "no complete checkpoint is in"),
         ([str(run_dir), "eval.sets.val.pahts=x"], "did you mean eval.sets.val.paths?"),
         ([model], "eval.sets is empty, must name data to evaluate"),
         ([model, "--step", "3"], "--step is 3, must be absent for a model folder"),
