@@ -210,7 +210,7 @@ def _run_of(config: Config, data_dir: str, parts: list[_Part]) -> Iterator[Confi
             with_reference_model(config),
             checkpoint=None,
             run={"dir": str(folder / "run")},  # with files beside it
-            data={"paths": [data_dir], "format": "prepared", "sources": {}, "schedule": (), "temperature": 1.0},
+            data={"paths": [data_dir], "format": "prepared"},
             eval={"sets": sets, "batches": None, "every_steps": None},
         )
     finally:

@@ -11,6 +11,7 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster.controller.evaluating import Evaluated
+from rayfcp.cluster.controller.following import without_training
 from rayfcp.cluster.trainer import FlexTrainer, export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.commands.evaluate import table
@@ -126,6 +127,17 @@ def test_results_of_pairs_are_a_table() -> None:
     found = table(Evaluated(step=3, results={"val": pairs}, seconds=1.0, sums={}, terms={})).splitlines()
     assert found[0].split() == ["set", "loss", "accuracy", "chosen", "rejected", "margin", "pairs"]
     assert found[1].split() == ["val", "0.500000", "0.75", "0.5", "-0.25", "0.75", "4"]
+
+
+def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
+    """A mixture, or a stream."""
+    texts = str(folder / "texts.jsonl")
+    sources = {name: {"paths": texts, "weight": 1} for name in ("one", "other")}
+    schedule = [{"from_step": 2, "weights": {"one": 1}}]
+    for data in ({"paths": (), "sources": sources, "schedule": schedule}, {"paths": texts, "streaming": True}):
+        config = config_of(folder, "any").changed(data=data)
+        found = without_training(config, checkpoint=None, data={"paths": [texts]}).data
+        assert (found.paths, found.sources, found.schedule, found.streaming) == ((texts,), {}, (), False)
 
 
 def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
