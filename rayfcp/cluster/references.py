@@ -209,7 +209,7 @@ def _run_of(config: Config, data_dir: str, parts: list[_Part]) -> Iterator[Confi
         yield without_training(
             with_reference_model(config),
             checkpoint=None,
-            run={"dir": str(folder)},
+            run={"dir": str(folder / "run")},  # with files beside it
             data={"paths": [data_dir], "format": "prepared"},
             eval={"sets": sets, "batches": None, "every_steps": None},
         )

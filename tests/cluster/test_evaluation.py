@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
+from rayfcp.cluster.controller.evaluating import Evaluated
 from rayfcp.cluster.controller.following import without_training
 from rayfcp.cluster.trainer import FlexTrainer, export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
+from rayfcp.commands.evaluate import table
 from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import BatchLosses
 from rayfcp.program import Programs
 from rayfcp.telemetry.events import EventKind, read_events
-from rayfcp.values import GlobalBatch, StepReport
+from rayfcp.values import EvalResult, GlobalBatch, StepReport
 from tests.cluster.runs import run_config, steps_of, write_texts
+from tests.telemetry.samples import PAIRS
 
 STAGES = {"cluster": {"num_workers": 4, "pipeline_stages": 2}, "plan": {"strategy": "elastic-pipeline"}}
 
@@ -128,6 +131,13 @@ def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
         config = config_of(folder, "any").changed(data=data)
         found = without_training(config, checkpoint=None, data={"paths": [texts]}).data
         assert (found.paths, found.sources, found.schedule, found.streaming) == ((texts,), {}, (), False)
+
+
+def test_results_of_pairs_are_a_table() -> None:
+    pairs = EvalResult(loss=0.5, tokens=9, pairs=PAIRS)
+    found = table(Evaluated(step=3, results={"val": pairs}, seconds=1.0, sums={}, terms={})).splitlines()
+    assert found[0].split() == ["set", "loss", "accuracy", "chosen", "rejected", "margin", "pairs"]
+    assert found[1].split() == ["val", "0.500000", "0.75", "0.5", "-0.25", "0.75", "4"]
 
 
 def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

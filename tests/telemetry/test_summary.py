@@ -10,9 +10,9 @@ from hypothesis import given
 from rayfcp.telemetry import progress as progress_module
 from rayfcp.telemetry.progress import Progress, describe, fitting
 from rayfcp.telemetry.summary import format_summary, mean_degree, summarize
-from rayfcp.values import StepReport
+from rayfcp.values import EvalResult, StepReport
 from tests.examples import examples
-from tests.telemetry.samples import report, reports
+from tests.telemetry.samples import PAIRS, report, reports
 
 
 class Screen(io.StringIO):
@@ -45,7 +45,7 @@ def test_no_steps_no_summary() -> None:
 
 
 def test_plain_lines_are_throttled_and_the_last_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 2.0, 5.5, 6.0, 7.0])
+    clock = iter([0.0, 0.0, 1.0, 2.0, 5.5, 6.0, 7.0])
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
     stream = io.StringIO()
     with Progress(6, stream=stream) as progress:
@@ -55,6 +55,12 @@ def test_plain_lines_are_throttled_and_the_last_step_is_told(monkeypatch: pytest
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["workers start", "step 1/6", "step 4/6", "step 6/6"]
     assert "loss 5.5" in lines[1] and "500 tok/s" in lines[1] and "degrees 4, 1 (x3)" in lines[1]
+
+
+def test_pairs_follow_the_loss() -> None:
+    evaluated = {"val": EvalResult(loss=0.5, tokens=9, pairs=PAIRS)}
+    words = ("loss 5.5", "accuracy 75 %", "margin 0.75", "val loss 0.5")
+    assert describe(report(pairs=PAIRS, eval=evaluated))[:4] == words
 
 
 def test_a_terminal_gets_a_bar() -> None:
