@@ -122,13 +122,6 @@ def evaluated_by_command(*words: str, capsys: pytest.CaptureFixture[str]) -> dic
     return found
 
 
-def test_results_of_pairs_are_a_table() -> None:
-    pairs = EvalResult(loss=0.5, tokens=9, pairs=PAIRS)
-    found = table(Evaluated(step=3, results={"val": pairs}, seconds=1.0, sums={}, terms={})).splitlines()
-    assert found[0].split() == ["set", "loss", "accuracy", "chosen", "rejected", "margin", "pairs"]
-    assert found[1].split() == ["val", "0.500000", "0.75", "0.5", "-0.25", "0.75", "4"]
-
-
 def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
     """A mixture, or a stream."""
     texts = str(folder / "texts.jsonl")
@@ -138,6 +131,13 @@ def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
         config = config_of(folder, "any").changed(data=data)
         found = without_training(config, checkpoint=None, data={"paths": [texts]}).data
         assert (found.paths, found.sources, found.schedule, found.streaming) == ((texts,), {}, (), False)
+
+
+def test_results_of_pairs_are_a_table() -> None:
+    pairs = EvalResult(loss=0.5, tokens=9, pairs=PAIRS)
+    found = table(Evaluated(step=3, results={"val": pairs}, seconds=1.0, sums={}, terms={})).splitlines()
+    assert found[0].split() == ["set", "loss", "accuracy", "chosen", "rejected", "margin", "pairs"]
+    assert found[1].split() == ["val", "0.500000", "0.75", "0.5", "-0.25", "0.75", "4"]
 
 
 def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
