@@ -42,7 +42,7 @@ class PairEncoder(ChatEncoder):
     def _texts(self, prompt: str | None, answers: Sequence[str]) -> list[TokenRow]:
         if prompt is not None:
             return [self._completion(prompt, answer) for answer in answers]
-        if not _num_shared(*answers):
+        if answers[0][0] != answers[1][0]:
             raise _no_prompt()
         chosen, rejected = (self._tokens(answer, is_document=True).ids for answer in answers)
         shared = _num_shared(chosen.tolist(), rejected.tolist())

@@ -120,7 +120,7 @@ class Progress(Terminal):
 
     def __init__(self, total_steps: int, *, stream: TextIO | None = None) -> None:
         super().__init__(total_steps, eta=True, stays=True, stream=stream)
-        self._evaluating_at_s = time.monotonic()
+        self._evaluating_at_s: float | None = None
 
     def update(self, report: StepReport) -> None:
         """Show a committed step."""
@@ -129,7 +129,7 @@ class Progress(Terminal):
     def evaluating(self, done: int, total: int) -> None:
         """Show how much of an evaluation is done: beside the bar, or in a line every `LINE_EVERY_S` of a longer one."""
         text, now_s = f"evaluating: batch {done} of {total}", time.monotonic()
-        if done == 0:
+        if done == 0 or self._evaluating_at_s is None:
             self._evaluating_at_s = now_s
         if not self.describe(text) and now_s - self._evaluating_at_s >= LINE_EVERY_S:
             self._evaluating_at_s = now_s
@@ -137,14 +137,14 @@ class Progress(Terminal):
 
 
 def describe(report: StepReport) -> tuple[str, ...]:
-    """Return what is shown of a step, the most important first: `loss 5.54`, `val loss 5.61` where the state after it
-    was evaluated, `accuracy 68 %` and `margin 0.42` of pairs, `9,876 tok/s`, `2.50 s`, `imbalance 3 %`,
+    """Return what is shown of a step, the most important first: `loss 5.54`, `accuracy 68 %` and `margin 0.42`
+    of pairs, `val loss 5.61` where the state after it was evaluated, `9,876 tok/s`, `2.50 s`, `imbalance 3 %`,
     `degrees 4, 2, 1 (x3)`."""
     pairs = report.pairs
     return (
         f"loss {number(report.loss)}",
-        *(f"{name} loss {number(result.loss)}" for name, result in report.eval.items()),
         *([f"accuracy {percent(pairs.accuracy)}", f"margin {number(pairs.margin)}"] if pairs is not None else []),
+        *(f"{name} loss {number(result.loss)}" for name, result in report.eval.items()),
         f"{number(tokens_per_s(report))} tok/s",
         seconds(report.step_s),
         f"imbalance {percent(report.imbalance.compute)}",

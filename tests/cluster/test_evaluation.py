@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
+from rayfcp.cluster.controller.evaluating import Evaluated
+from rayfcp.cluster.controller.following import without_training
 from rayfcp.cluster.trainer import FlexTrainer, export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
+from rayfcp.commands.evaluate import table
 from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import BatchLosses
 from rayfcp.program import Programs
 from rayfcp.telemetry.events import EventKind, read_events
-from rayfcp.values import GlobalBatch, StepReport
+from rayfcp.values import EvalResult, GlobalBatch, StepReport
 from tests.cluster.runs import run_config, steps_of, write_texts
+from tests.telemetry.samples import PAIRS
 
 STAGES = {"cluster": {"num_workers": 4, "pipeline_stages": 2}, "plan": {"strategy": "elastic-pipeline"}}
 
@@ -118,19 +122,41 @@ def evaluated_by_command(*words: str, capsys: pytest.CaptureFixture[str]) -> dic
     return found
 
 
+def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
+    """A mixture, or a stream."""
+    texts = str(folder / "texts.jsonl")
+    sources = {name: {"paths": texts, "weight": 1} for name in ("one", "other")}
+    schedule = [{"from_step": 2, "weights": {"one": 1}}]
+    for data in ({"paths": (), "sources": sources, "schedule": schedule}, {"paths": texts, "streaming": True}):
+        config = config_of(folder, "any").changed(data=data)
+        found = without_training(config, checkpoint=None, data={"paths": [texts]}).data
+        assert (found.paths, found.sources, found.schedule, found.streaming) == ((texts,), {}, (), False)
+
+
+def test_results_of_pairs_are_a_table() -> None:
+    pairs = EvalResult(loss=0.5, tokens=9, pairs=PAIRS)
+    found = table(Evaluated(step=3, results={"val": pairs}, seconds=1.0, sums={}, terms={})).splitlines()
+    assert found[0].split() == ["set", "loss", "accuracy", "chosen", "rejected", "margin", "pairs"]
+    assert found[1].split() == ["val", "0.500000", "0.75", "0.5", "-0.25", "0.75", "4"]
+
+
 def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is started."""
     config = config_of(folder, "wrong")
     run_dir = Path(config.run_dir)
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
+    mixed = folder / "mixed"
+    mixed.mkdir()
+    sources = {"one": {"paths": [str(folder / "texts.jsonl")]}}
+    (mixed / "config.yaml").write_text(dump_config(config.changed(data={"paths": (), "sources": sources})))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     model = str(folder / "model")
     for words, told in (
         ([str(folder / "nowhere")], "must be a run directory with config.yaml or a Hugging Face folder"),
         ([str(run_dir)], "no complete checkpoint is in"),
-        ([str(run_dir), "eval.sets={}"], "eval.sets is empty, must name data to evaluate"),
+        ([str(mixed)], "no complete checkpoint is in"),
         ([str(run_dir), "eval.sets.val.pahts=x"], "did you mean eval.sets.val.paths?"),
         ([model], "eval.sets is empty, must name data to evaluate"),
         ([model, "--step", "3"], "--step is 3, must be absent for a model folder"),

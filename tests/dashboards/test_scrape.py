@@ -8,16 +8,14 @@ import pytest
 
 from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.values import EvalResult, PairStats
+from rayfcp.values import EvalResult
 from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
 from tests.dashboards.promql import of_boards, substituted
-from tests.telemetry.samples import report
+from tests.telemetry.samples import PAIRS, report
 from tests.waiting import until
 
 PICTURES = {"sees": (0.5, (0.0, 0.75)), "reads": (None, (0.0, 0.0))}
 """Imbalance of the encoder and its seconds by rank, in runs of these names."""
-PAIRS = PairStats(num_pairs=4, chosen=0.5, rejected=-0.25, accuracy=0.75)
-"""Of a step of the run "prefers", and of its evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

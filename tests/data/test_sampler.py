@@ -22,7 +22,7 @@ class Numbered:
     max_seqlen: int = 8
     long_sequences: str = "cut"
     fingerprint: str = "f"
-    samples_per_draw = 1
+    samples_per_draw: int = 1
 
     @property
     def num_draws(self) -> int:

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from rayfcp.values import Imbalance, SourceReport, Span, SpanKind, StepReport
+from rayfcp.values import Imbalance, PairStats, SourceReport, Span, SpanKind, StepReport
 
 RATIO = st.floats(0, 1)
 SECONDS = st.floats(0, 1e4)
@@ -44,6 +44,9 @@ def report(step: int = 1, **changes: object) -> StepReport:
         "samples_hash": "f" * 16,
     }
     return StepReport(**(fields | changes))  # type: ignore[arg-type]
+
+
+PAIRS = PairStats(num_pairs=4, chosen=0.5, rejected=-0.25, accuracy=0.75)
 
 
 @st.composite

@@ -14,9 +14,9 @@ from rayfcp.config import ConfigError
 from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.names import METRICS, PREFIX, MetricKind
-from rayfcp.values import EvalResult, PairStats, SourceReport, StepReport
+from rayfcp.values import EvalResult, SourceReport, StepReport
 from tests.examples import examples
-from tests.telemetry.samples import report, reports
+from tests.telemetry.samples import PAIRS, report, reports
 from tests.telemetry.scraping import Samples, scrape
 from tests.waiting import PATIENCE_S
 
@@ -83,9 +83,8 @@ def test_sources_of_a_mixture(exporter: MetricsExporter, tmp_path: Path) -> None
 
 def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) -> None:
     sources = {"web": SourceReport(num_sequences=3, num_tokens=100, num_targets=90, loss=2.5)}
-    pairs = PairStats(num_pairs=4, chosen=0.5, rejected=-0.25, accuracy=0.75)
-    evaluated = {"val": EvalResult(loss=math.log(3.0), tokens=9), "ranked": EvalResult(loss=0.5, tokens=9, pairs=pairs)}
-    exporter.observe_step(report(1, eval=evaluated, sources=sources, pairs=pairs), goodput=0.9)
+    evaluated = {"val": EvalResult(loss=math.log(3.0), tokens=9), "ranked": EvalResult(loss=0.5, tokens=9, pairs=PAIRS)}
+    exporter.observe_step(report(1, eval=evaluated, sources=sources, pairs=PAIRS), goodput=0.9)
     exporter.set("eval_seconds", 0.5)
     exporter.set("process_groups", 4)
     exporter.set("process_group_seconds", 0.5)

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from rayfcp.telemetry.charts import step_values
 from rayfcp.telemetry.events import Event, EventKind, append_event
 from rayfcp.telemetry.page import asset
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog
 from rayfcp.telemetry.trace import write_trace
-from rayfcp.values import ClusterSpec, EvalResult, Span, SpanKind, StepReport
+from rayfcp.values import ClusterSpec, EvalResult, SourceReport, Span, SpanKind, StepReport
 from tests.examples import examples
-from tests.telemetry.samples import report, reports
+from tests.telemetry.samples import PAIRS, report, reports
 
 START = Event(
     kind=EventKind.START,
@@ -168,6 +169,21 @@ def test_each_evaluation_set_has_a_chart_and_its_time_is_no_training(tmp_path: P
     assert charts["Evaluation loss: val"]["series"][0]["values"] == [3.0] and charts["Evaluation loss: val"]["x"] == [2]
     assert "after step 2: loss 3, perplexity 20.09, 1,234 tokens" in charts["Evaluation loss: val"]["note"]
     assert "2.5 s evaluating" in page.replace("\u00a0", " ")
+
+
+def test_pairs_have_charts_and_no_losses_by_source(tmp_path: Path) -> None:
+    evaluated = {"val": EvalResult(loss=0.5, tokens=9, pairs=PAIRS)}
+    sources = {"web": SourceReport(num_sequences=8, num_tokens=100, num_targets=90)}
+    page = page_of([report(pairs=PAIRS, sources=sources), report(2, pairs=PAIRS, eval=evaluated)], tmp_path)
+    series = {
+        each["name"]: each["values"] for each in step_values([report(pairs=PAIRS), report(2)], marks=())["series"]
+    }
+    assert (series["chosen"][0], series["rejected"][0], series["accuracy"][0]) == (0.5, -0.25, 0.75)
+    assert math.isnan(series["chosen"][1])
+    loss, accuracy = (each for each in charts_of(page) if each["title"].startswith("Evaluation"))
+    assert accuracy["series"][0] == {"name": "accuracy", "values": [0.75]} and accuracy["format"] == "percent"
+    assert loss["note"] == "Mean over pairs of answers; after step 2: loss 0.5, accuracy 75 %, margin 0.75, 4 pairs"
+    assert "web" in page and "not a number" not in page
 
 
 def test_long_runs_and_missing_values(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from rayfcp.telemetry.loggers.interface import (
     open_logger,
     values_of,
 )
-from tests.telemetry.samples import report
+from rayfcp.values import EvalResult
+from tests.telemetry.samples import PAIRS, report
 from tests.waiting import PATIENCE_S
 
 STEPS = [report(step, loss=5.0 / step) for step in (1, 2, 3)]
@@ -29,6 +30,16 @@ STEPS = [report(step, loss=5.0 / step) for step in (1, 2, 3)]
 
 def about(folder: Path, *, resume_step: int = 0) -> RunInfo:
     return RunInfo(name="run", run_dir=folder, config={"train.steps": 3, "run.name": "run"}, resume_step=resume_step)
+
+
+def test_rewards_have_the_names_of_trl() -> None:
+    told = report(pairs=PAIRS, eval={"val": EvalResult(loss=0.5, tokens=9, pairs=PAIRS)})
+    numbers = {"chosen": 0.5, "rejected": -0.25, "margins": 0.75, "accuracies": 0.75}
+    expected = {f"{where}rewards/{name}": value for where in ("", "eval/val/") for name, value in numbers.items()}
+    values = values_of(told)
+    assert {name: value for name, value in values.items() if "reward" in name} == expected
+    assert values["eval/val/loss"] == 0.5 and "eval/val/perplexity" not in values
+    assert not any("reward" in name for name in values_of(report()))
 
 
 def log_all(name: str, folder: Path) -> None:
