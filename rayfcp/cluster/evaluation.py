@@ -35,9 +35,6 @@ CONFIG_FILE, MODEL_FILE = "config.yaml", "config.json"
 
 Sections = Mapping[str, Any]
 
-_ONE_SOURCE: Mapping[str, Any] = {"sources": {}, "schedule": (), "temperature": 1.0}
-"""Keys of `data` in place of those of a mixture."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
@@ -57,11 +54,13 @@ class Subject:
         overrides: Sequence[str],
         step: int | None,
         log: Callable[[str], object],
+        has_sets: bool,
     ) -> "Subject":
         """Of a run directory or a model folder, with the sections `given` and overrides over those of the run.
 
         Raises:
-            ConfigError: neither of both, no intact checkpoint, or a configuration that is wrong.
+            ConfigError: neither of both, no intact checkpoint, a configuration that is wrong, or no evaluation set
+                where it `has_sets`.
         """
         path = Path(target).expanduser()
         is_run = (path / CONFIG_FILE).exists()
@@ -74,9 +73,13 @@ class Subject:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
         base = _sections(str(path / CONFIG_FILE)) if is_run else {"model": {"path": str(path), "init": "pretrained"}}
         merged = _merged(base, given) if is_run else _merged(given, base)
-        of_mixture = bool(_merged({"data": {}}, merged)["data"].get("sources"))
-        default = {} if of_mixture else {"data": {"paths": ["none"]}}
-        config = load_config(_merged(default, merged), overrides=overrides)
+        if not (merged.get("data") or {}).get("sources"):
+            merged = _merged({"data": {"paths": ["none"]}}, merged)  # what is trained on does not matter
+        config = load_config(merged, overrides=overrides)
+        if has_sets and not config.eval.sets:
+            raise ConfigError(
+                f"eval.sets is empty, must name data to evaluate {target} on; add e.g. eval.sets.val.paths=FILE"
+            )
         if not is_run:
             return cls(config=config, checkpoint=None, folder=None)
         keep = config.checkpoint.keep
@@ -86,10 +89,10 @@ class Subject:
             config=config.changed(data={"cache_dir": cache_dir}), checkpoint=checkpoint, folder=path / ".evaluate"
         )
 
-    def without_training(self, **sections: Sections) -> "Subject":
+    def without_training(self, *, data: Sections, **sections: Sections) -> "Subject":
         """The same with other values of some keys, and without what only training needs."""
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        return replace(self, config=without_training(self.config, checkpoint=checkpoint, **sections))
+        return replace(self, config=without_training(self.config, checkpoint=checkpoint, data=data, **sections))
 
     def run(self, watcher: Watcher, *, prepared: Callable[[Config], Mapping[str, str]], by_token: bool) -> Evaluated:
         """Evaluate on the configured cluster. `prepared` returns the folders of evaluation sets by name.
@@ -122,18 +125,15 @@ def evaluate_sets(
     """Evaluate a run's checkpoint, or a model, on the sets of `eval.sets`.
 
     Raises:
-        ConfigError, InfeasiblePlanError: as `Subject.of` and `Subject.run`; or there is no evaluation set.
+        ConfigError, InfeasiblePlanError: as `Subject.of` and `Subject.run`.
         RunFailedError, KeyboardInterrupt: as `Subject.run`.
     """
-    found = Subject.of(target, given=_sections(config_file), overrides=overrides, step=step, log=watcher.log)
-    if not found.config.eval.sets:
-        raise ConfigError(
-            f"eval.sets is empty, must name data to evaluate {target} on; add e.g. eval.sets.val.paths=FILE"
-        )
+    options: dict[str, Any] = {"overrides": overrides, "step": step, "log": watcher.log, "has_sets": True}
+    found = Subject.of(target, given=_sections(config_file), **options)
     # Its data are those of the first set.
     first = next(iter(found.config.eval.sets.values())).source(found.config.data)
     own = {name: getattr(first, name) for name in ("paths", "format", "include", "exclude", "text_column")}
-    subject = found.without_training(data={**own, **_ONE_SOURCE})
+    subject = found.without_training(data=own)
     check_paths(subject.config)
     return subject.run(watcher, prepared=lambda config: prepared_sets(config, log=watcher.log), by_token=False)
 
@@ -180,7 +180,8 @@ def log_probs(
     """
     rows = {number: _row(number, each) for number, each in enumerate(sequences)}
     given = config if isinstance(config, Mapping) else _sections(None if config is None else str(config))
-    found = Subject.of(str(target), given=given, overrides=overrides, step=step, log=lambda _: None)
+    options: dict[str, Any] = {"overrides": overrides, "step": step, "log": logger.info, "has_sets": False}
+    found = Subject.of(str(target), given=given, **options)
     dtype: type[np.floating[Any]] = np.float64 if found.config.model.dtype == "float64" else np.float32
     terms = _terms(found, {number: row for number, row in rows.items() if row.num_targets}, progress=progress)
     if progress is not None:
@@ -225,10 +226,8 @@ def _terms(
 
 def _for_sequences(found: Subject, *, longest_tokens: int) -> Subject:
     """The subject with given sequences as its only set, in place of the data that the configuration names."""
-    data = {
-        **{"paths": ["none"], "format": "prepared", **_ONE_SOURCE},
-        **{"streaming": False, "rows": None, "max_seqlen": longest_tokens, "long_sequences": "cut"},
-    }
+    data: dict[str, Any] = {"paths": ["none"], "format": "prepared", "rows": None}
+    data |= {"max_seqlen": longest_tokens, "long_sequences": "cut"}
     if found.config.model.path is not None and found.config.data.processor is None:
         data["tokenizer"] = ByteTokenizer.name  # none is needed, and the model's folder may have none
     sets = {SEQUENCES: {"paths": ["none"], "format": "prepared"}}

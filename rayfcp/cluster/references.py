@@ -209,8 +209,8 @@ def _run_of(config: Config, data_dir: str, parts: list[_Part]) -> Iterator[Confi
         yield without_training(
             with_reference_model(config),
             checkpoint=None,
-            run={"dir": str(folder)},
-            data={"paths": [data_dir], "format": "prepared", "sources": {}, "schedule": (), "temperature": 1.0},
+            run={"dir": str(folder / "run")},  # with files beside it
+            data={"paths": [data_dir], "format": "prepared"},
             eval={"sets": sets, "batches": None, "every_steps": None},
         )
     finally:

@@ -120,7 +120,7 @@ class Progress(Terminal):
 
     def __init__(self, total_steps: int, *, stream: TextIO | None = None) -> None:
         super().__init__(total_steps, eta=True, stays=True, stream=stream)
-        self._evaluating_at_s = time.monotonic()
+        self._evaluating_at_s: float | None = None
 
     def update(self, report: StepReport) -> None:
         """Show a committed step."""
@@ -129,7 +129,7 @@ class Progress(Terminal):
     def evaluating(self, done: int, total: int) -> None:
         """Show how much of an evaluation is done: beside the bar, or in a line every `LINE_EVERY_S` of a longer one."""
         text, now_s = f"evaluating: batch {done} of {total}", time.monotonic()
-        if done == 0:
+        if done == 0 or self._evaluating_at_s is None:
             self._evaluating_at_s = now_s
         if not self.describe(text) and now_s - self._evaluating_at_s >= LINE_EVERY_S:
             self._evaluating_at_s = now_s

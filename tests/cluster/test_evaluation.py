@@ -11,6 +11,7 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster.controller.evaluating import Evaluated
+from rayfcp.cluster.controller.following import without_training
 from rayfcp.cluster.trainer import FlexTrainer, export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.commands.evaluate import table
@@ -119,6 +120,17 @@ def evaluated_by_command(*words: str, capsys: pytest.CaptureFixture[str]) -> dic
     assert main(["evaluate", *words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
+    """A mixture, or a stream."""
+    texts = str(folder / "texts.jsonl")
+    sources = {name: {"paths": texts, "weight": 1} for name in ("one", "other")}
+    schedule = [{"from_step": 2, "weights": {"one": 1}}]
+    for data in ({"paths": (), "sources": sources, "schedule": schedule}, {"paths": texts, "streaming": True}):
+        config = config_of(folder, "any").changed(data=data)
+        found = without_training(config, checkpoint=None, data={"paths": [texts]}).data
+        assert (found.paths, found.sources, found.schedule, found.streaming) == ((texts,), {}, (), False)
 
 
 def test_results_of_pairs_are_a_table() -> None:

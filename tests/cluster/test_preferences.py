@@ -122,7 +122,7 @@ class DiesTwice(DeviceWorker):
         return super().step(programs, batch, place=place, **given)
 
     def _die_once(self, name: str, *, now: bool) -> None:
-        mark = Path(self._config.run_dir).parent / f"killed in {name}"
+        mark = Path(self._data_dir).parent / f"killed in {name}"
         if now and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -141,7 +141,7 @@ def run(folder: Path, ray_cluster: None) -> Config:
     )
     heard = Trouble()
     FlexTrainer(config, worker=DiesTwice).fit(watcher=heard)
-    assert len(list((folder / "runs").glob("**/killed in *"))) == 2
+    assert len(list((folder / "runs" / ".data").glob("killed in *"))) == 2
     assert heard.said(COMPUTING) == [f"log-probabilities of {4 * PER_STEP} pairs by the reference model"]
     events = read_events(Path(config.run_dir) / "events.jsonl")
     assert [each.step for each in events if each.kind == "recovery"] == [2]
@@ -149,7 +149,7 @@ def run(folder: Path, ray_cluster: None) -> Config:
     staged = config.changed(cluster={"num_workers": 2, "pipeline_stages": 2}, train={"steps": STEPS})
     FlexTrainer(staged).fit(watcher=heard)
     assert heard.said(COMPUTING) == [f"log-probabilities of {2 * PER_STEP} pairs by the reference model"]
-    assert not (Path(config.run_dir) / ".reference").exists()
+    assert not [path for path in Path(config.run_dir).iterdir() if path.name.startswith(".")]
     return staged
 
 

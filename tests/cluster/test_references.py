@@ -157,7 +157,7 @@ def test_evaluation_sets_have_sums_of_what_is_evaluated(folder: Path) -> None:
     computed.of(config.changed(eval={"batches": 2}))
     assert {name: len(pairs) for name, pairs in computed.asked.items()}.get("eval.val") == PER_STEP
     (own,) = {each.run_dir for each in computed.configs}
-    assert own == str(Path(config.run_dir) / ".reference")
+    assert own == str(Path(config.run_dir) / ".reference" / "run")
     assert {each.checkpoint.resume for each in computed.configs} == {"never"}, "never of trained weights"
 
 

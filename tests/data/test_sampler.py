@@ -22,6 +22,11 @@ class Numbered:
     max_seqlen: int = 8
     long_sequences: str = "cut"
     fingerprint: str = "f"
+    samples_per_draw: int = 1
+
+    @property
+    def num_draws(self) -> int:
+        return self.size
 
     def __len__(self) -> int:
         return self.size

@@ -29,6 +29,7 @@ WORLDS = ((1, 3, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1))
 """Stages, ranks, tensor-parallel devices: a step each. All but one rank of a stage have nothing of the head."""
 
 RUNS = {"whole": {}, "adapters": {"lora": {"rank": 4}}}
+CENTER = 0.05
 BOUND = 1e-9
 """Of relative errors of fp64."""
 
@@ -45,7 +46,7 @@ def config_of(folder: Path, what: str) -> Config:
         name=what,
         model={"architecture": architecture | {"ffn_size": 96}, "dtype": "float64"} | RUNS[what],
         data={"paths": [str(folder / "pairs.jsonl")], "max_seqlen": 128, "global_batch_sequences": 8},
-        loss={"type": "reward", "center": 0.05},
+        loss={"type": "reward", "center": CENTER},
         train={"steps": len(WORLDS), "grad_clip": 1e3, "learning_rate": 1e-2, "reduce_every": "microbatch"},
     )
 
@@ -57,29 +58,35 @@ def worlds_of(what: str) -> list[tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, rng = tmp_path_factory.mktemp("rewards"), random.Random(0)
-    pairs = [
-        {"prompt": "say ", "chosen": "a" * rng.randint(1, 90), "rejected": "b" * rng.randint(0, 120)} for _ in range(32)
-    ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    folder = tmp_path_factory.mktemp("rewards")
+    write_pairs(folder)
     prepare_local(config_of(folder, "whole").data, out_dir=str(folder / "shards"))
     return folder
 
 
-def plain(what: str, folder: Path) -> list[Numbers]:
-    """A loop of plain torch, one whole sequence at a time."""
-    config = config_of(folder, what)
-    data, lora = open_dataset(config, data_dir=str(folder / "shards")), config.model.lora
-    whole = random_model(data.library, dtype=config.model.dtype, seed=0, lora=lora)
+def write_pairs(folder: Path) -> None:
+    """Answers of unequal lengths."""
+    rng = random.Random(0)
+    pairs = [
+        {"prompt": "say ", "chosen": "a" * rng.randint(1, 90), "rejected": "b" * rng.randint(0, 120)} for _ in range(32)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def plain(config: Config, *, data_dir: str, num_steps: int) -> tuple[list[Numbers], Any]:
+    """A loop of plain torch, one whole sequence at a time; and the library's model that it leaves."""
+    data, run = open_dataset(config, data_dir=data_dir), config.model
+    path = run.path if run.init == "pretrained" else None
+    whole = random_model(data.library, dtype=run.dtype, seed=config.run.seed, lora=run.lora, path=path)
     whole.model.set_attn_implementation("sdpa")
     optimizer = torch.optim.AdamW(make_optimizer(whole, config.train).param_groups)
-    reader, found = TokenReader.open(str(folder / "shards")), []
-    for step in range(1, len(worlds_of(what)) + 1):
+    reader, found = TokenReader.open(data_dir), []
+    for step in range(1, num_steps + 1):
         samples = data.sampler.batch(step).samples
         rows = [torch.from_numpy(reader.read(each, start=0, stop=each.num_tokens)[0])[None] for each in samples]
         rewards = torch.cat([whole.model(input_ids=row).logits[0] for row in rows])
         chosen, rejected = rewards[::2], rewards[1::2]
-        loss = (-logsigmoid(chosen - rejected) + 0.05 * (chosen + rejected) ** 2).mean()
+        loss = (-logsigmoid(chosen - rejected) + CENTER * (chosen + rejected) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([each.grad for each in whole.parameters() if each.requires_grad])
@@ -89,13 +96,14 @@ def plain(what: str, folder: Path) -> list[Numbers]:
         accuracy = (chosen > rejected).double().mean()
         numbers = (loss, norm, chosen.mean(), rejected.mean(), accuracy)
         found.append(tuple(float(each.detach()) for each in numbers))
-    return found
+    return found, whole.model
 
 
 def test_steps_are_those_of_plain_torch(folder: Path) -> None:
     for number, process in enumerate(on_processes(_train_both, folder, size=SIZE)):
         for what, steps in process.items():
-            worlds, want = worlds_of(what), plain(what, folder)
+            worlds = worlds_of(what)
+            want, _ = plain(config_of(folder, what), data_dir=str(folder / "shards"), num_steps=len(worlds))
             assert want[-1][0] < want[0][0] - 0.1, "it learns"
             for step, numbers in steps.items():
                 assert numbers == pytest.approx(want[step - 1], rel=BOUND), (what, number, worlds[step - 1])

@@ -19,6 +19,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from rayfcp.bench.alone import random_shards
+from rayfcp.cluster.planning.preview import OfflinePlan
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
@@ -406,3 +407,30 @@ def test_padding_is_noted_unless_it_ends_sequences(pad: str | None, want: str | 
         both = torch.cat([padded, torch.tensor([[5, 6, 7, 8, 2]])])
         with torch.no_grad():
             assert float(opened(both).logits[0]) == pytest.approx(float(opened(row).logits[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [{"name": "qwen3-1.7b"}, {"path": "/nowhere/qwen3-1.7b"}])
+def test_plans_without_a_cluster_have_the_head(model: dict[str, str]) -> None:
+    """And the pass before those with gradients: a step takes 4/3 of the time of its plan."""
+    data = {"paths": ["."], "tokenizer": "bytes", "max_seqlen": 4096, "global_batch_sequences": 8}
+    planned = [
+        OfflinePlan.of(
+            Config.model_validate(
+                {
+                    "data": data,
+                    "model": model,
+                    "loss": {"type": loss},
+                    "cluster": {"device": "cuda", "num_workers": 2},
+                    "plan": {"search_moves": 500},
+                }
+            ),
+            lengths="dist:github",
+        )
+        for loss in ("cross_entropy", "reward")
+    ]
+    plain, reward = (each.model for each in planned)
+    assert reward.head_parameters == plain.hidden_size and not reward.tied_embeddings
+    assert reward.embedding_parameters == plain.embedding_parameters == plain.head_parameters
+    assert planned[0].step_s == planned[0].plan.predicted_s
+    assert planned[1].step_s == pytest.approx(planned[1].plan.predicted_s * 4 / 3)
+    assert planned[1].mfu < 0.8 * planned[0].mfu

@@ -19,6 +19,7 @@ import rayfcp.cluster.controller.training
 import rayfcp.cluster.dataset
 import rayfcp.cluster.planning.costs
 from rayfcp.cluster.checkpoints.folder import MANIFEST, read_manifest
+from rayfcp.cluster.controller.evaluating import EvaluationRun
 from rayfcp.cluster.controller.following import follow
 from rayfcp.cluster.controller.training import Controller, Outcome
 from rayfcp.cluster.dataset import Dataset
@@ -158,6 +159,7 @@ class SimulatedRun:
         self.injector = Injector(self)
         self.disk = Disk(self.folder, kill=self._kill_controller)
         self.controllers: list[Controller] = []
+        self.evaluates: EvaluationRun | None = None
         self.watcher = Watcher()
         self.step = self.num_planned = 0
         self._logged, self._looked_at = (0, 0), 0
@@ -205,7 +207,8 @@ class SimulatedRun:
             runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
             try:
                 dirs = {name: name for name in self.config.eval.sets}
-                return follow(self.config, "data", runtime=runtime, watcher=self.watcher, eval_dirs=dirs)
+                given: dict[str, Any] = {"eval_dirs": dirs, "evaluates": self.evaluates}
+                return follow(self.config, "data", runtime=runtime, watcher=self.watcher, **given)
             except ProcessKilledError:
                 pause_s = self.world.random.choice([0.5, 5.0, 1.5 * self.config.elastic.orphan_s])
                 self.world.drive(lambda: False, self.world.now_s + pause_s)
@@ -563,9 +566,10 @@ def simulate(
     folder: Path | None = None,
     never_starts: frozenset[Role] = frozenset(),
     interrupts: int = 0,
+    evaluates: EvaluationRun | None = None,
 ) -> Result:
     """Run a schedule in `folder`, where a run may have been before, or in one that is gone afterwards. `trace` is
-    filled with its events. `never_starts`, `interrupts`: of `Hooks`.
+    filled with its events. `never_starts`, `interrupts`: of `Hooks`; `evaluates`: of `follow`.
 
     Raises:
         ViolationError: something that must hold does not.
@@ -574,7 +578,7 @@ def simulate(
     base = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="rayfcp-simulated-", dir=base) as own:
         run = SimulatedRun(schedule, folder or Path(own), keep_trace=trace is not None)
-        run.hooks.never_starts, run.hooks.interrupts = never_starts, interrupts
+        run.hooks.never_starts, run.hooks.interrupts, run.evaluates = never_starts, interrupts, evaluates
         try:
             return run.go()
         finally:

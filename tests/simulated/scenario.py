@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rayfcp.cluster.controller.evaluating import EvaluationRun
 from rayfcp.cluster.runtime import Role
 from rayfcp.telemetry.events import Event, EventKind
 from tests.simulated.run import Result, simulate
@@ -36,6 +37,7 @@ def ran(
     never_starts: frozenset[Role] = frozenset(),
     interrupts: int = 0,
     trace: list[str] | None = None,
+    evaluates: EvaluationRun | None = None,
     **sections: dict[str, Any],
 ) -> Result:
     """A run of steps of half a second, a copy after each."""
@@ -64,6 +66,7 @@ def ran(
         never_starts=never_starts,
         interrupts=interrupts,
         trace=trace,
+        evaluates=evaluates,
     )
 
 

@@ -1,12 +1,19 @@
 """What happens while a state is evaluated costs no finished step, and changes no result: these are checked for every
 run, against an undisturbed one (`SimulatedRun`)."""
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rayfcp.cluster.controller.evaluating import EvaluationRun
 from rayfcp.telemetry.events import EventKind
+from tests.examples import examples
+from tests.simulated.data import GLOBAL_BATCH, NUM_SAMPLES
 from tests.simulated.run import Result
 from tests.simulated.scenario import ended_well, fault, of, ran
 from tests.simulated.schedule import Fault, Kind
+from tests.simulated.state import digest, first, loss_of
 
 STEPS, AT = 12, 10
 IN_EVALUATION_S = 1.4
@@ -111,3 +118,38 @@ def test_a_full_device_gets_fewer_tokens() -> None:
     assert any("as few tokens in evaluation as in training" in line for line in result.lines)
     (recovery,) = of(result, EventKind.RECOVERY)
     assert (recovery.cause, recovery.lost_steps) == ("memory", 0)
+
+
+@examples(25)
+@given(
+    kind=st.sampled_from(
+        [Kind.WORKER_DIES, Kind.ALL_WORKERS_DIE, Kind.WORKER_DEADLOCKS, Kind.CONTROLLER_DIES, Kind.PLANNER_DIES]
+    ),
+    after_s=st.floats(1.0, 8.0),
+    seed=st.integers(0, 99),
+    draws=st.dictionaries(st.sampled_from(["val", "code"]), st.sets(st.integers(0, NUM_SAMPLES - 1), min_size=12)),
+)
+def test_a_run_that_only_evaluates_gives_the_sums_of_what_it_was_asked_for(
+    kind: Kind, after_s: float, seed: int, draws: dict[str, set[int]]
+) -> None:
+    """Of the first state, without any copy of it, whatever is lost at whatever time."""
+    draws = draws or {"val": set(range(40))}
+    wanted = EvaluationRun(draws={name: np.array(sorted(each)) for name, each in draws.items()})
+    lost = fault(kind, 0, after_s)
+    sets = {"val": {"paths": ["none"]}, "code": {"paths": ["none"]}}
+    given_sections: dict[str, object] = {
+        "train": {"steps": 1},
+        "elastic": {"snapshot_every_steps": 0, "min_workers": 1},
+        "eval": {"sets": sets},
+    }
+    result = ran(lost, steps=0, seed=seed, evaluates=wanted, **given_sections)  # type: ignore[arg-type]
+    if result.outcome.evaluated is None:  # the run itself checks that it may give up: a worker died at its start
+        assert result.outcome.error
+        return
+    found = result.outcome.evaluated.sums
+    assert found.keys() == draws.keys() and not result.outcome.evaluated.terms["val" if "val" in draws else "code"]
+    total = digest(first(67))
+    for name, asked in draws.items():
+        want = [loss_of(total + number) if number in asked else np.nan for number in range(NUM_SAMPLES)]
+        assert found[name] == pytest.approx(want, nan_ok=True)
+    assert result.num_planned >= sum(-(-len(asked) // GLOBAL_BATCH) for asked in draws.values())

@@ -45,7 +45,7 @@ def test_no_steps_no_summary() -> None:
 
 
 def test_plain_lines_are_throttled_and_the_last_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 1.0, 2.0, 5.5, 6.0, 7.0])
+    clock = iter([0.0, 1.0, 2.0, 5.5, 6.0, 7.0])
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
     stream = io.StringIO()
     with Progress(6, stream=stream) as progress:
@@ -55,6 +55,16 @@ def test_plain_lines_are_throttled_and_the_last_step_is_told(monkeypatch: pytest
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["workers start", "step 1/6", "step 4/6", "step 6/6"]
     assert "loss 5.5" in lines[1] and "500 tok/s" in lines[1] and "degrees 4, 1 (x3)" in lines[1]
+
+
+def test_long_evaluations_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 6.0, 7.0, 20.0, 22.0, 26.0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    with Progress(6, stream=stream) as progress:
+        for done in (0, 2, 3, 4, 0, 1, 2):
+            progress.evaluating(done, 5)
+    assert stream.getvalue().splitlines() == [f"evaluating: batch {done} of 5" for done in (3, 2)]
 
 
 def test_pairs_follow_the_loss() -> None:

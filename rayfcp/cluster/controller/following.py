@@ -90,10 +90,13 @@ def evaluate(
     return found
 
 
-def without_training(config: Config, *, checkpoint: str | None, **sections: Mapping[str, Any]) -> Config:
+def without_training(
+    config: Config, *, checkpoint: str | None, data: Mapping[str, Any], **sections: Mapping[str, Any]
+) -> Config:
     """The configuration of a run that evaluates a checkpoint, or the initial model, with other values of some keys; and
-    with nothing that only training needs."""
+    with nothing that only training needs: its `data` are one source, read before."""
     return config.changed(
+        data={"sources": {}, "schedule": (), "temperature": 1.0, "streaming": False, **data},
         train={"steps": 1, "warmup_steps": 0},
         checkpoint={"resume": checkpoint or "never", "every_steps": None},
         elastic={"snapshot_every_steps": 0},

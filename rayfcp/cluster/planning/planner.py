@@ -35,6 +35,11 @@ from rayfcp.values import (
 from rayfcp.values.devices import DEVICES
 
 
+def step_passes(config: Config) -> float:
+    """Time of a step over that of its passes forward and backward: a loss of pairs has a pass forward before these."""
+    return 1 + 1 / FORWARD_AND_BACKWARD if config.loss.is_of_pairs else 1.0
+
+
 class RunPlanner:
     """Plans, lowers and simulates batches as a run with this configuration, model and kind of device does."""
 
@@ -225,7 +230,7 @@ class Planner:
         check_progress(programs, forward_only=forward_only)
         record = self._record(plan, sequences, cluster=cluster, cost=cost, placements=placements)
         share = 1 / FORWARD_AND_BACKWARD if forward_only else 1.0
-        passes = 1 + 1 / FORWARD_AND_BACKWARD if self._config.loss.is_of_pairs and not forward_only else 1.0
+        passes = 1.0 if forward_only else step_passes(self._config)
         record = replace(
             record,
             step=batch.step,

@@ -7,7 +7,7 @@ from pathlib import Path
 from rayfcp.cluster.dataset import described_model, open_dataset
 from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout
-from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
+from rayfcp.cluster.planning.planner import RunPlanner, sequences_of, step_passes
 from rayfcp.cluster.trainer import check_runnable, prepared_data
 from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
 from rayfcp.compare.lengths import draw_batches
@@ -75,10 +75,15 @@ class OfflinePlan:
         )
 
     @property
+    def step_s(self) -> float:
+        """Predicted time of a step, without optimizer and checkpoints."""
+        return step_passes(self.config) * self.plan.predicted_s
+
+    @property
     def mfu(self) -> float:
         """Predicted MFU of all devices in use, without optimizer and checkpoints."""
         peak = self.cluster.num_devices * self.hardware.peak_flops
-        return model_flops(self.model, self.sequences) / (self.plan.predicted_s * peak)
+        return model_flops(self.model, self.sequences) / (self.step_s * peak)
 
     def describe(self) -> str:
         """Return the cluster, the predicted step, and the plan as a time x rank grid."""
@@ -88,7 +93,7 @@ class OfflinePlan:
             f"{len(set(cluster.node_of_rank))} nodes: {cluster.num_ranks} ranks of {cluster.num_stages} stages x "
             f"{cluster.tensor_parallel} devices, {cluster.max_tokens_per_rank:,} tokens per rank and microbatch "
             f"at most\n{len(self.sequences)} sequences, {num_tokens:,} tokens: predicted "
-            f"{num_tokens / self.plan.predicted_s:,.0f} tokens/s, MFU {self.mfu:.0%}\n"
+            f"{num_tokens / self.step_s:,.0f} tokens/s, MFU {self.mfu:.0%}\n"
             f"{render_grid(self.plan, self.sequences)}"
         )
 
