@@ -122,7 +122,7 @@ def expected(pairs: Pairs, case: StagedCase) -> tuple[float, tuple[float, float,
     ]
     loss, figures = plain(BETA * (torch.stack(found) + torch.tensor(pairs.reference, dtype=torch.float64)))
     loss.backward()
-    return float(loss), figures, {name: each.grad for name, each in trained(model).items()}
+    return float(loss.detach()), figures, {name: each.grad for name, each in trained(model).items()}
 
 
 class Threads:
@@ -177,7 +177,7 @@ ROWS = st.tuples(st.integers(1, 60), st.integers(0, 20))
 )
 @example(
     rows=[((61, 5), (9, 5)), ((14, 3), (40, 3)), ((2, 1), (33, 8))],
-    ranks=3,
+    ranks=2,
     stages=1,
     tokens=12,
     recomputed=2,
@@ -233,19 +233,19 @@ def test_forward_parts_have_the_sums_of_programs_without_backward(seed: int, num
     assert (sums[0] > 0).tolist() == [length > 1 for length in case.lengths]
 
 
-WORLDS = (((1, 1, 1), 0), ((1, 3, 1), 0), ((2, 2, 1), 0), ((1, 2, 2), 0), ((1, 2, 1), 4))
-"""Stages, ranks, tensor-parallel devices; and the rank of adapters, 0 for none."""
+WORLDS = ((1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2))
+"""Stages, ranks, tensor-parallel devices."""
 
-SIZE = max(math.prod(world) for world, _ in WORLDS)
+SIZE = max(math.prod(world) for world in WORLDS)
 
 
-def config_of(folder: Path, *, lora_rank: int) -> Config:
+def config_of(folder: Path) -> Config:
     architecture = {"num_layers": 3, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12}
     model = {"architecture": architecture | {"ffn_size": 96, "tied_embeddings": True}, "dtype": "float64"}
     return run_config(
         folder,
         name="preferred",
-        model=model | ({"lora": {"rank": lora_rank}} if lora_rank else {}),
+        model=model,
         loss={"type": "dpo", "beta": BETA},
         data={"paths": [str(folder / "pairs.jsonl")], "max_seqlen": 128, "global_batch_sequences": 8},
         train={"steps": 4, "recompute_layers": 1, "learning_rate": 1e-2},
@@ -253,9 +253,9 @@ def config_of(folder: Path, *, lora_rank: int) -> Config:
     )
 
 
-def opened(folder: Path, *, lora_rank: int) -> tuple[Config, Dataset]:
+def opened(folder: Path) -> tuple[Config, Dataset]:
     """The data with sums of a reference model that is made up."""
-    config = config_of(folder, lora_rank=lora_rank)
+    config = config_of(folder)
     dirs = {"data_dir": str(folder / "shards"), "eval_dirs": {"val": str(folder / "val")}}
     data = open_dataset(config, **dirs)
     sums = 100 + 10 * np.random.default_rng(0).random(len(data.index))
@@ -271,7 +271,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     write_rows(folder / "pairs.jsonl", columns)
     for name in ("shards", "val"):
-        prepare_local(config_of(folder, lora_rank=0).data, out_dir=str(folder / name))
+        prepare_local(config_of(folder).data, out_dir=str(folder / name))
     return folder
 
 
@@ -292,10 +292,10 @@ class Preferring(Evaluated):
         return report.loss, report.grad_norm, report.pairs.chosen, report.pairs.rejected, report.pairs.accuracy
 
 
-def alone(config: Config, data: Dataset, folder: Path) -> tuple[list[float], EvalResult]:
+def alone(data: Dataset, folder: Path) -> tuple[list[float], EvalResult]:
     """A step, and an evaluation before it, of the initial model, by the formula."""
     assert data.evaluation is not None
-    model = random_model(data.library, dtype="float64", seed=0, lora=config.model.lora)
+    model = random_model(data.library, dtype="float64", seed=0)
     model.model.set_attn_implementation("sdpa")
 
     def of_batch(batch: GlobalBatch, name: str) -> tuple[Tensor, tuple[float, float, float]]:
@@ -316,32 +316,29 @@ def alone(config: Config, data: Dataset, folder: Path) -> tuple[list[float], Eva
 
 
 def test_steps_and_evaluations_are_those_of_the_formula_on_any_world(folder: Path) -> None:
-    """And the next step, after the update, is that of one device, where weights are the same. On real processes."""
+    """And the next step, after the update, is that of one device. On real gloo processes."""
     results = on_processes(_on_worlds, folder, size=SIZE)[0]
-    for index, (world, lora_rank) in enumerate(WORLDS):
-        first, second, sums = results[index]
-        config, data = opened(folder, lora_rank=lora_rank)
-        assert data.evaluation is not None
-        (own,) = data.evaluation.sets
-        step, evaluated = alone(config, data, folder)
-        assert first == pytest.approx(step, rel=1e-9, abs=1e-12), (world, lora_rank)
-        if not lora_rank:
-            assert second == pytest.approx(results[0][1], rel=1e-8, abs=1e-10), world
+    config, data = opened(folder)
+    assert data.evaluation is not None
+    step, want = alone(data, folder)
+    reference, num_targets = data.evaluation.batch(1).reference, data.evaluation.batch(1).num_targets
+    for world, (first, second, sums) in zip(WORLDS, results, strict=True):
+        assert first == pytest.approx(step, rel=1e-9, abs=1e-12), world
+        assert second == pytest.approx(results[0][1], rel=1e-8, abs=1e-10), world
         assert second[0] != pytest.approx(first[0], rel=1e-3)
-        batch = data.evaluation.batch(1)
-        found = result_of(config.loss, sums, reference=batch.reference, num_targets=batch.num_targets)
-        assert found.pairs is not None and evaluated.pairs is not None
-        assert (found.tokens, found.pairs.num_pairs) == (evaluated.tokens, evaluated.pairs.num_pairs)
-        for have, want in ((found.loss, evaluated.loss), (found.pairs.margin, evaluated.pairs.margin)):
-            assert have == pytest.approx(want, rel=1e-9), (world, own.name)
-        assert found.pairs.accuracy == evaluated.pairs.accuracy
+        found = result_of(config.loss, sums, reference=reference, num_targets=num_targets)
+        assert found.pairs is not None and want.pairs is not None
+        assert found.loss == pytest.approx(want.loss, rel=1e-9), world
+        assert found.pairs.margin == pytest.approx(want.pairs.margin, rel=1e-9), world
+        assert (found.tokens, found.pairs.num_pairs) == (want.tokens, want.pairs.num_pairs)
+        assert found.pairs.accuracy == want.pairs.accuracy
 
 
 def _on_worlds(number: int, client: dist.Store, folder: Path) -> list[Any]:
+    config, data = opened(folder)
     found = []
-    for index, (world, lora_rank) in enumerate(WORLDS):
+    for index, world in enumerate(WORLDS):
         if number < math.prod(world):
-            config, data = opened(folder, lora_rank=lora_rank)
             made = Preferring(config, data, number=number, world=world)
             made.join(dist.PrefixStore(str(index), client))
             sums = made.evaluate(1).by_sequence

@@ -91,15 +91,9 @@ def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[fl
     one."""
     if not loss.is_of_pairs:
         return EvalResult(loss=math.fsum(sums) / max(num_targets, 1), tokens=num_targets)
-    import torch  # here, as no other loss needs it in the controller
+    from rayfcp.execute.losses import pair_result  # here, as it loads torch, which no other loss needs
 
-    from rayfcp.execute.losses import loss_of
-    from rayfcp.execute.losses.base import PairLoss, pair_values
-
-    of_pairs = loss_of(loss)
-    assert isinstance(of_pairs, PairLoss)
-    found = pair_values(of_pairs, torch.tensor(sums, dtype=torch.float64), reference=reference)
-    return EvalResult(loss=float(found.loss), tokens=num_targets, pairs=found.stats())
+    return pair_result(loss, sums, reference=reference, num_targets=num_targets)
 
 
 class Evaluator:
