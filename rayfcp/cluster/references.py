@@ -189,11 +189,12 @@ def _fingerprint(reference: Config, *, vocab_size: int) -> str:
     weights: list[Any]
     if model.init == "random":
         weights = [reference.run.seed]
-    elif model.path is not None and Path(model.path).is_dir():
-        files = sorted(each for each in Path(model.path).iterdir() if each.is_file())
+    else:
+        assert model.path is not None, "pretrained weights have a path"
+        folder = Path(locate(model.path, key="model.path")[0])
+        files = sorted(each for each in folder.iterdir() if each.is_file()) if folder.is_dir() else []
         weights = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    else:  # on the hub
-        weights = [model.path, getattr(library, "_commit_hash", None)]
+        weights = weights or [model.path, getattr(library, "_commit_hash", None)]  # of the hub
     quantized = (model.lora.quantize, model.lora.targets) if model.lora.quantize else ()
     parts = [comparable_model(library.to_dict()), weights, model.dtype, quantized]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
