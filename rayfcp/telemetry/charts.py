@@ -97,6 +97,7 @@ def evaluation_charts(reports: Sequence[StepReport], *, marks: Sequence[Mark]) -
         unit = "Nats per target token" if results[-1].pairs is None else "Mean over pairs of answers"
         common = {
             "kind": "lines",
+            "format": "number",
             "note": f"{unit}; after step {steps[-1]}: {result_text(results[-1])}",
             "zero": False,
             "dots": True,

@@ -11,8 +11,8 @@ from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog
 from rayfcp.telemetry.trace import TracedStep, write_steps
-from rayfcp.values import ClusterSpec, Imbalance, Span, SpanKind, StepReport
-from tests.telemetry.samples import report
+from rayfcp.values import ClusterSpec, EvalResult, Imbalance, Span, SpanKind, StepReport
+from tests.telemetry.samples import PAIRS, report
 
 LOST_AT, BACK_AT = 0.4, 0.7
 """Shares of the run after which a device is lost, and another one comes."""
@@ -113,6 +113,8 @@ def _step(step: int, *, of: Sample, rng: random.Random) -> StepReport:
         plan_wait_s=rng.uniform(0, 0.002),
         world_size=world,
         degrees={degree: count for degree, count in degrees.items() if count},
+        pairs=PAIRS,
+        eval={"val": EvalResult(loss=2.5, tokens=9, pairs=PAIRS)} if step % 60 == 0 else {},
     )
 
 

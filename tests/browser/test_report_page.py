@@ -51,7 +51,7 @@ def test_the_page_is_whole_in_every_light_and_size(watched: Opener, folder: Path
     tab = watched(f"report-{size}", dark=dark, size=size)
     page = tab.open(folder / "report.html")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out to the right"
-    assert page.locator("figure").count() == 17
+    assert page.locator("figure").count() == 21
     for figure in page.locator("svg.chart").all():
         box = figure.bounding_box()
         assert box is not None and box["width"] > 250 and box["height"] > 60
@@ -91,6 +91,8 @@ def test_charts_have_a_line_for_each_series_and_tell_a_step(watched: Opener, fol
           .map((each) => [each.querySelector("h3").textContent, each.querySelectorAll("path.line").length]))"""
     )
     assert lines["Loss"] == 1 and lines["Imbalance"] == 4 and lines["Step time"] == 2 and lines["MFU"] == 2
+    assert lines["Rewards"] == 2 and lines["Accuracy"] == 1
+    assert lines["Evaluation loss: val"] == lines["Evaluation accuracy: val"] == 1
     assert lines["Compute imbalance and the static baseline"] == 2
     path = page.get_attribute('figure:has(h3:text-is("Loss")) path.line', "d")
     assert path is not None and path.count("L") == SAMPLE.num_steps - 1

@@ -188,3 +188,17 @@ def test_a_sample_without_a_sum_is_an_error(folder: Path) -> None:
     data = data.with_references({TRAINING: np.full(len(data.index), np.nan)})
     with pytest.raises(RuntimeError, match=r"batch 1: sample \d+ has no sum by the reference model"):
         data.sampler.batch(1)
+
+
+def test_pairs_of_a_mixture(folder: Path) -> None:
+    sources = {
+        name: {"paths": [str(folder / f"{name}.jsonl")], "weight": weight}
+        for name, weight in (("pairs", 3), ("others", 1))
+    }
+    config = config_of(folder, data={"paths": (), "sources": sources}, train={"steps": 2})
+    computed = Computed(empty(folder))
+    sums = computed.of(config)[TRAINING]
+    data = open_dataset(config, data_dir=prepared_data(config, log=lambda _: None)).with_references({TRAINING: sums})
+    assert computed.asked == {"training": sorted(drawn(config, data))}
+    assert {name for step in (1, 2) for name in data.sampler.batch(step).by_source} == {"pairs", "others"}
+    assert data.sampler.batch(2).reference == tuple(float(each.id) for each in data.sampler.batch(2).samples)
