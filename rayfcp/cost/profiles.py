@@ -98,7 +98,8 @@ class Shipped(Mapping[str, P], Generic[P]):
 def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Values of fields, those of sections as profiles, and sources by field (`vision.num_layers`)."""
     fields = {WINDOWS if field.name == "kind_of_layer" else field.name: field for field in dataclasses.fields(kind)}
-    fields.pop("adapter", None)  # adapters are a run's
+    for name in ("adapter", "num_outputs"):
+        fields.pop(name, None)  # of a run
     given = dict(raw)
     sources = _sources(given.pop("sources", {}), fields, where=where)
     for key in given:

@@ -30,6 +30,7 @@ def figures(kind: type[ModelProfile] | type[HardwareProfile] | type[VisionProfil
         "frozen",
         "keeps_attention",
         "adapter",
+        "num_outputs",
     }
 
 
