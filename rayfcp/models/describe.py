@@ -134,8 +134,8 @@ def _set_head(found: PreTrainedConfig, config: ModelConfig, *, is_reward: bool) 
     labels, is_vlm = found.num_labels, found.model_type in VISION_FAMILIES
     if config.init == "pretrained" and is_saved_classifier(found) and not (is_reward and labels == 1):
         raise ConfigError(
-            f"model.path is {config.path!r}, a classifier of {labels} labels, must be a causal LM, or of one label "
-            "with loss.type=reward; give another folder"
+            f"model.path is {config.path!r}, a classifier with num_labels {labels}, must be a causal LM, or one "
+            "with num_labels 1 and loss.type=reward; give another folder"
         )
     if is_reward and (is_vlm or type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING):
         why = "has a vision encoder" if is_vlm else "has no sequence classifier in transformers"
