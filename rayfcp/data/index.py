@@ -111,9 +111,10 @@ class LengthIndex:
             return kept + others
         num_rows = len(self) + self._num_long
         of_tokens = self._long_tokens / (self.num_tokens + self._long_tokens)
+        others_kept = "split or cut" if self.samples_per_draw == 1 else "cut"
         return (
             f"{kept} kept{others}; {self._num_long} rows ({self._num_long / num_rows:.0%}, {of_tokens:.0%} of tokens) "
-            f"longer than data.max_seqlen={self.max_seqlen} dropped; use data.long_sequences: split or cut"
+            f"longer than data.max_seqlen={self.max_seqlen} dropped; use data.long_sequences: {others_kept}"
         )
 
     @property
