@@ -51,7 +51,7 @@ class Called:
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote={"verify": find_damage, "load": self._load}[name])
 
-    def _load(self, folder: str) -> None:
+    def _load(self, folder: str, *, only_weights: bool) -> None:
         self.source = folder
 
 

@@ -142,6 +142,7 @@ ELSEWHERE = {
     "_init_weights": "transformers",
     "_keys_to_ignore_on_load_unexpected": "transformers",
     "_deepstack_process": "transformers",
+    "_commit_hash": "transformers",
     "_is_hf_initialized": "transformers",
     "_private": "ray",
     "_internal_kv_get": "ray",
