@@ -254,7 +254,7 @@ class RankEngine:
             )
             return report if pairs is None else self._with_pairs(report, pairs)
 
-    def _batch_loss(self, batch: GlobalBatch, pairs: "_Pairs | None") -> BatchLoss:
+    def _batch_loss(self, batch: GlobalBatch, pairs: _Pairs | None) -> BatchLoss:
         if pairs is not None:
             return BatchLoss(loss=self._loss, weights=pairs.values.weights)
         scale = 1.0 / max(batch.num_targets, 1)
@@ -262,7 +262,7 @@ class RankEngine:
 
     def _pairs(
         self, program: RankProgram, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
-    ) -> "_Pairs | None":
+    ) -> _Pairs | None:
         """The batch's loss, by a forward pass, if it is one of pairs."""
         if not isinstance(self._loss, PairLoss):
             return None
@@ -291,7 +291,7 @@ class RankEngine:
         own = done.row_sums if self.position.tensor_rank == 0 else torch.zeros_like(done.row_sums)
         return generation.wait.timed()(generation.groups.sum)(own), done
 
-    def _with_pairs(self, report: DeviceReport, pairs: "_Pairs") -> DeviceReport:
+    def _with_pairs(self, report: DeviceReport, pairs: _Pairs) -> DeviceReport:
         """The report of a step with the forward pass before it."""
         start_s, stop_s = pairs.clock.times(*pairs.marks)
         kind = SpanKind.SCORE
@@ -392,7 +392,7 @@ class RankEngine:
         )
 
     def _update(
-        self, batch: GlobalBatch, loss_sum: Tensor, *, pairs: "_Pairs | None"
+        self, batch: GlobalBatch, loss_sum: Tensor, *, pairs: _Pairs | None
     ) -> tuple[tuple[float, float, float], tuple[float, ...]]:
         """Reduce loss and gradient norm, and update (`optimization.update`). Returns loss, norm and learning rate; and
         start and stop in seconds."""

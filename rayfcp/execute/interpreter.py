@@ -189,18 +189,21 @@ class Passes:
             self._targets(pieces, [targets for _, targets in read], tokens) if self._is_last else None,
         )
         if self._is_last and self._loss.row_of:
-            rows = [np.full(piece.num_tokens, self._loss.row_of[piece.sequence]) for piece in pieces]
-            self._rows[item.microbatch] = self._joined(rows or [np.array([0])])  # padding has no terms
+            self._rows[item.microbatch] = self._by_token(pieces, self._loss.row_of)
 
     def _targets(self, pieces: tuple[Piece, ...], words: list[Tokens], tokens: TokenSource) -> Targets:
-        own, given = self._joined(words), self._loss.weights
-        ids = self._joined([np.full(piece.num_tokens, piece.sequence) for piece in pieces] or [np.array([0])])
-        return Targets(
-            loss=self._loss.loss,
-            words=own,
-            terms=torch.empty(len(own), dtype=self.loss_sum.dtype, device=self._device),
-            weights=None if given is None else given[ids],
-            teacher=self._teacher(pieces, tokens) if self._loss.loss.has_teacher else None,
+        loss, given = self._loss.loss, self._loss.weights
+        return Targets.of(
+            self._joined(words),
+            loss=loss,
+            weights=None if given is None else given[self._by_token(pieces, range(len(given)))],
+            teacher=self._teacher(pieces, tokens) if loss.has_teacher else None,
+        )
+
+    def _by_token(self, pieces: tuple[Piece, ...], of_sequence: Sequence[int]) -> Tensor:
+        """The number of each token's sequence, `[tokens]`; 0 for one of padding, which has no terms."""
+        return self._joined(
+            [np.full(piece.num_tokens, of_sequence[piece.sequence]) for piece in pieces] or [np.array([0])]
         )
 
     def _teacher(self, pieces: tuple[Piece, ...], tokens: TokenSource) -> Teacher:

@@ -47,10 +47,12 @@ class Targets:
     teacher: Teacher | None = None
 
     @classmethod
-    def of(cls, words: Tensor, *, loss: "Loss") -> "Targets":
-        """Targets of weight 1, and memory for their terms."""
-        terms = torch.zeros(len(words), dtype=backend_of(words.device).sum_dtype, device=words.device)
-        return cls(loss=loss, words=words, terms=terms)
+    def of(
+        cls, words: Tensor, *, loss: "Loss", weights: Tensor | None = None, teacher: Teacher | None = None
+    ) -> "Targets":
+        """Targets, and memory for their terms."""
+        terms = torch.empty(len(words), dtype=backend_of(words.device).sum_dtype, device=words.device)
+        return cls(loss=loss, words=words, terms=terms, weights=weights, teacher=teacher)
 
     def __len__(self) -> int:
         return len(self.words)
