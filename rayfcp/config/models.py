@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from rayfcp.config.adapting import LoraConfig, RopeConfig
+from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints, preset
 from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalConfig
 from rayfcp.config.losses import ROWS, LossConfig
@@ -216,6 +217,9 @@ class PlanConfig(Section):
         default=AUTO_MOVES,
         description="trials of a sequence in a group by the joint search, in each of up to six spaces of plans, for up "
         "to 512 sequences, more for more; auto: as ranks, sequences and spare time allow",
+    )
+    constraints: Annotated[HostConstraints, BeforeValidator(preset)] = Field(
+        default=UNCONSTRAINED, description="of another trainer that executes the plans: a section, or megatron"
     )
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.cost.images import ImageColumns
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
@@ -19,6 +20,7 @@ def lower_bound(
     cost: CostModel,
     primitives: Iterable[Primitive] = (Primitive.RING,),
     placed_freely: bool = False,
+    constraints: HostConstraints = UNCONSTRAINED,
 ) -> float:
     """max(compute of all sequences / S, min over d of t(k, d) for the longest sequence k) + fewest microbatches x fixed
     cost.
@@ -28,6 +30,9 @@ def lower_bound(
     sequence k alone on d ranks without the fixed cost, over degrees d <= N that memory permits and over `primitives`; a
     group spans nodes only if it must, or if that were faster. Where blocks are `placed_freely` (plans with layouts of
     their own) there are no groups: t(k, d) is left out, and w(k) is the compute of k in one piece.
+
+    With `constraints`, degrees d are the permitted ones, a group that holds k holds its unit, and the fewest
+    microbatches are the least permitted number of them.
 
     S is the sum of the speeds s(r) of all N ranks, N where all are equally fast. What a rank computes takes it 1 / s(r)
     of the usual time: t(k, d) is that of the d fastest, and the fixed cost is N / S of the usual one beside the first
@@ -60,15 +65,19 @@ def lower_bound(
     num_ranks, speeds = cluster.num_ranks, speeds_of(cluster)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     used = tuple(primitives)
-    extra_s = 0.0 if placed_freely else _extra_s(sequences, cluster=cluster, cost=cost, primitives=used)
+    degrees = np.array(constraints.permitted(num_ranks))
+    extra_s = 0.0 if placed_freely else _extra_s(sequences, degrees, cluster=cluster, cost=cost, primitives=used)
     compute_s = cost.compute_s(sum(sequence.attention_pairs for sequence in sequences), num_tokens)
     total = float(speeds.sum())
     shared_s = (compute_s + extra_s) / total
     alone_s = 0.0
     if not placed_freely:
         longest = max(sequences, key=lambda each: each.num_tokens)
-        alone_s = _alone_s(longest, cluster=cluster, cost=cost, primitives=used)
-    fewest = -(-num_tokens // (num_ranks * cluster.max_tokens_per_rank))
+        held = sum(each.num_tokens for each in sequences if each.unit is not None and each.unit == longest.unit)
+        least = -(-max(held, longest.num_tokens) // cluster.max_tokens_per_rank)
+        enough = degrees[degrees >= least]
+        alone_s = _alone_s(longest, enough, cluster=cluster, cost=cost, primitives=used) if len(enough) else 0.0
+    fewest = constraints.least_microbatches(-(-num_tokens // (num_ranks * cluster.max_tokens_per_rank)))
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
     encoded_s, largest_s = _encoder_bound(sequences, cluster=cluster, cost=cost)
     return max(
@@ -100,16 +109,22 @@ def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
 
 
 def _extra_s(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, primitives: Iterable[Primitive]
+    sequences: Sequence[SequenceSpec],
+    degrees: Ints,
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: Iterable[Primitive],
 ) -> float:
-    """Compute seconds beyond `cost.compute_s` that sequences which one rank cannot hold take at least, on all their
-    ranks together. A ring of d ranks takes (d - 1 / 2) x half tokens per token of even slices, and at least one piece,
-    as Ulysses does. Zero where layers have windows, through which few pieces are visible."""
+    """Compute seconds beyond `cost.compute_s` that sequences which one rank cannot hold, or may not, take at least on
+    all their ranks together. A ring of d of the `degrees` takes (d - 1 / 2) x half tokens per token of even slices, and
+    at least one piece, as Ulysses does. Zero where layers have windows, through which few pieces are visible."""
     max_tokens = cluster.max_tokens_per_rank
-    tokens = np.array([each.num_tokens for each in sequences if each.num_tokens > max_tokens], np.float64)
+    alone = max_tokens if 1 in degrees else 0
+    tokens = np.array([each.num_tokens for each in sequences if each.num_tokens > alone], np.float64)
     if not len(tokens) or cost.attention_half_tokens == 0.0 or sequences[0].layer_kinds:
         return 0.0
-    used, degrees = tuple(primitives), np.arange(1, cluster.num_ranks + 1)
+    used = tuple(primitives)
     whole = np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s) & (Primitive.ULYSSES in used)
     least, degrees = -(-tokens // max_tokens), degrees[:, None]
     even = tokens // (2 * degrees) * (2 * degrees)
@@ -119,13 +134,11 @@ def _extra_s(
 
 
 def _alone_s(
-    sequence: SequenceSpec, *, cluster: ClusterSpec, cost: CostModel, primitives: Iterable[Primitive]
+    sequence: SequenceSpec, degrees: Ints, *, cluster: ClusterSpec, cost: CostModel, primitives: Iterable[Primitive]
 ) -> float:
     nodes = Counter(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))
-    least = -(-sequence.num_tokens // cluster.max_tokens_per_rank)
-    degrees = np.arange(least, cluster.num_ranks + 1)
     fastest = np.sort(speeds_of(cluster))[::-1]
-    slowest = fastest[least - 1 :]
+    slowest = fastest[degrees - 1]
     load = sequence.attention_pairs, sequence.num_tokens
     seconds = [
         _rings_s(sequence, degrees, crosses=crosses, fastest=fastest, cost=cost)

@@ -38,6 +38,22 @@ def columns_of(sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Columns
     )
 
 
+def united(batch: Columns, sequences: Sequence[SequenceSpec]) -> tuple[Columns, list[tuple[int, ...]]]:
+    """The batch with the sequences of each unit as one, and the positions in `batch` of what each stands for."""
+    units = {sequence.id: sequence.unit for sequence in sequences if sequence.unit is not None}
+    members: dict[tuple[bool, int], list[int]] = {}
+    for at, each in enumerate(batch.ids):
+        members.setdefault((True, units[each]) if each in units else (False, each), []).append(at)
+    parts = sorted(map(tuple, members.values()), key=lambda part: (-sum(batch.num_tokens[at] for at in part), part))
+    columns = Columns(
+        ids=[batch.ids[part[0]] for part in parts],
+        num_tokens=[sum(batch.num_tokens[at] for at in part) for part in parts],
+        pairs=[sum(batch.pairs[at] for at in part) for part in parts],
+        compute_s=[sum(batch.compute_s[at] for at in part) for part in parts],
+    )
+    return columns, parts
+
+
 def best_fit_decreasing(
     lengths: Sequence[int], *, capacity_tokens: int, max_bins: int | None = None
 ) -> list[int] | None:
@@ -91,19 +107,28 @@ class Draft:
 
 
 def assemble(
-    microbatches: Sequence[Sequence[Draft]], *, batch: Columns, cluster: ClusterSpec, cost: CostModel
+    microbatches: Sequence[Sequence[Draft]],
+    *,
+    batch: Columns,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    in_a_row: bool = False,
 ) -> tuple[MicrobatchPlan, ...]:
     """Name the ranks, largest groups first, price the groups where they lie, and order the microbatches.
 
     Of the ranks of a node the fastest are named first; where speeds differ, the slowest groups of a node have the
     fastest of its ranks if that is better. The longest microbatch comes last, where the step's gradient
-    reduction hides behind it. The sum of `predicted_s` is the step's predicted time.
+    reduction hides behind it. The sum of `predicted_s` is the step's predicted time. With `in_a_row` groups have
+    consecutive ranks instead, the largest from rank 0 on.
     """
     loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
     ordered = _largest_first(microbatches, seconds=loads.alike_s(cost, nodes=nodes))
-    ways = [_named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))]
-    if cluster.speed_of_rank:
+    if in_a_row:
+        ways = [_in_a_row(ordered, drafts=loads.drafts)]
+    else:
+        ways = [_named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))]
+    if cluster.speed_of_rank and not in_a_row:
         slow_s = loads.alike_s(cost, nodes=nodes, speed=min(cluster.speed_of_rank))
         ways.append(_slowest_first(ways[0], ordered, slow_s=slow_s, cluster=cluster, nodes=nodes))
     priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
@@ -212,6 +237,17 @@ def _named(
             placed = place_groups([drafts[number].degree for number in here], within)
             for number, held in zip(here, placed, strict=True):
                 ranks[number] = held
+    return ranks
+
+
+def _in_a_row(ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft]) -> list[tuple[int, ...]]:
+    """Ranks of each draft, by its number. Where each degree divides the larger ones, all groups are aligned."""
+    ranks: list[tuple[int, ...]] = [()] * len(drafts)
+    for numbers in ordered:
+        first = 0
+        for number in numbers:
+            ranks[number] = tuple(range(first, first + drafts[number].degree))
+            first += drafts[number].degree
     return ranks
 
 

@@ -44,7 +44,9 @@ def ranked(
         check_longest(sequences, cluster=cluster)
         if not staged:
             used = [Primitive(name) for name in options.primitives]
-            groups_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
+            groups_s = lower_bound(
+                sequences, cluster=cluster, cost=cost, primitives=used, constraints=options.constraints
+            )
     except InfeasiblePlanError as error:
         errors[""] = error  # only slices of the longest sequence fit
     for strategy in _candidates(staged=staged, large=len(sequences) > FEW):
@@ -59,7 +61,7 @@ def ranked(
         wanted = [*(["elastic-pipeline"] if staged else []), "", "flex-ring", *errors]  # least demands on memory first
         name = next(each for each in wanted if each in errors)
         raise InfeasiblePlanError(f"no strategy has a plan for this batch: {errors[name]}")
-    if not staged:
+    if not staged and not options.constraints.bind:
         found += _mixtures(dict(found), sequences, cluster=cluster, cost=cost, options=options)
     distinct: dict[tuple[object, ...], tuple[str, Proposal]] = {}
     for name, proposal in sorted(found, key=lambda each: each[1].predicted_s):

@@ -87,6 +87,7 @@ def _plan(
             cost=cost,
             primitives=[Primitive(each) for each in options.primitives],
             placed_freely=any(microbatch.layout is not None for microbatch in proposal.microbatches),
+            constraints=options.constraints,
         )
     )
     return BatchPlan(

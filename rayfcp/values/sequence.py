@@ -51,7 +51,8 @@ class SequenceSpec:
 
     `id` is the position of the sequence in its global batch, `[0, B)`. `num_targets` counts the tokens that enter the
     loss; it is `num_tokens - 1` for plain language modelling. `layer_kinds`: the kinds of layers that it passes.
-    `images`: the images that the vision encoder turns into tokens of the sequence, ascending.
+    `images`: the images that the vision encoder turns into tokens of the sequence, ascending. Sequences of one `unit`
+    stay together: `flex-ring` puts them into one group.
 
     Raises:
         ValueError: there are no tokens, or runs of images overlap, are out of order or reach beyond the sequence.
@@ -62,6 +63,7 @@ class SequenceSpec:
     num_targets: int
     layer_kinds: LayerKinds = ()
     images: tuple[Images, ...] = ()
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:

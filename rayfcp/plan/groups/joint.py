@@ -75,8 +75,9 @@ class SpaceSearch:
         """Spent so far."""
         return int(self._problem.state.counts[MOVES])
 
-    def run(self) -> None:
-        """Make all starts, and spend `size` moves on them; nothing is found where the space has no plan."""
+    def run(self, *, guests: Sequence[GroupState] = ()) -> None:
+        """Make all starts, `guests` among them, and spend `size` moves on them; nothing is found where the space has no
+        plan."""
         problem, counts = self._problem, self._cuts.counts
         node = min(int(problem.nodes.max()), problem.prices.num_ranks)
         problem.state.counts[MOVES] = 0
@@ -86,6 +87,9 @@ class SpaceSearch:
         )
         if forced:
             self._keep(fill_in_turn(problem, first=node))
+        for guest in guests:
+            load(problem, guest)
+            self._keep(0.0)
         self._keep(even(problem, first=counts[0], last=counts[-1]))
         for part in self._cuts.rounds():
             self._keep(pack(problem, part=part))
@@ -157,7 +161,7 @@ class SpaceSearch:
         if seconds == math.inf:
             return
         seconds = place(self._problem)
-        if any(math.isclose(seconds, each[0], rel_tol=SAME) for each in self.lines):
+        if seconds == math.inf or any(math.isclose(seconds, each[0], rel_tol=SAME) for each in self.lines):
             return
         self.lines.append((seconds, self.num_starts, copied(self._problem.state)))
         self.lines.sort(key=lambda each: each[:2])
@@ -184,9 +188,11 @@ class JointSearch:
         starts, moves = (sum(getattr(each, name) for each in self._spaces) for name in ("num_starts", "num_moves"))
         return f"best of {starts} starts, in {moves} moves"
 
-    def run(self) -> tuple[float, GroupState]:
-        """Seconds and state of the best plan."""
-        self._whole.run()
+    def run(self) -> tuple[float, GroupState] | None:
+        """Seconds and state of the best plan; None if no start keeps the constraints."""
+        self._whole.run(guests=self._of_any_count())
+        if not self._whole.lines:
+            return None
         spent, turn = self._size, int(TURN_SHARE * self._size)
         cost = turn * LINES * LINES.bit_length()  # at most, of a round
         if spent + cost <= self._max_moves:
@@ -196,6 +202,17 @@ class JointSearch:
             gains = self._race(turn)
             spent, turn, cost = spent + cost, LONGER * turn, LONGER * cost
         return self._best()
+
+    def _of_any_count(self) -> list[GroupState]:
+        """Where the number of microbatches is constrained, plans that were found without that: in one of these, some
+        microbatches are divided where in others all would be smaller."""
+        rule = self._problem.rule
+        if not (rule.exactly or rule.multiple > 1):
+            return []
+        state = empty_state(len(self._problem.batch.tokens))
+        free = self._space(self._problem._replace(rule=rule._replace(multiple=1, exactly=0), state=state))
+        free.run()
+        return [line[2] for line in free.lines[:IMPROVED]]
 
     def _race(self, turn: int) -> bool:
         """A round in each space, from narrow to wide: the best plan of each is a guest in those that contain it.

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.kernels.group_time import pass_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
 from rayfcp.plan.assembly import Columns, Draft
-from rayfcp.plan.groups.joint import JointSearch
+from rayfcp.plan.groups.joint import JointSearch, only
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
 from rayfcp.plan.groups.kernels.ranks import primitives_of
 from rayfcp.plan.groups.kernels.search import fill_in_turn, place
@@ -22,6 +23,7 @@ from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     GroupState,
+    Rule,
     SearchBatch,
     SearchProblem,
     copied,
@@ -51,12 +53,20 @@ class PinnedGroup:
 
 @functools.lru_cache(maxsize=8)  # a run plans every batch with the same cluster and costs
 def prices_of(
-    cluster: ClusterSpec, cost: CostModel, *, primitives: tuple[Primitive, ...], pinned: tuple[PinnedGroup, ...] = ()
+    cluster: ClusterSpec,
+    cost: CostModel,
+    *,
+    primitives: tuple[Primitive, ...],
+    pinned: tuple[PinnedGroup, ...] = (),
+    permitted: tuple[int, ...] = (),
 ) -> Prices:
     """The cost model by degree, inside a node, across nodes and on each kind of `pinned` group, for every primitive.
-    `cluster` has the other ranks, which are as fast as `cost` says."""
+    `cluster` has the other ranks, which are as fast as `cost` says. Of degrees that are not `permitted` (none given:
+    all are) the price is infinite; where all permitted ones are multiples of some number (`step_of`), so many ranks
+    count as one here."""
+    step = step_of(permitted)
     most = max((len(group.ranks) for group in pinned), default=0)
-    degrees = np.arange(max(cluster.num_ranks, most) + 1, dtype=np.float64)
+    degrees = step * np.arange(max(cluster.num_ranks // step, most) + 1, dtype=np.float64)
     degrees[0] = 1.0
     outside = degrees > max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
     everywhere = np.ones_like(outside)
@@ -66,23 +76,30 @@ def prices_of(
         [table_of(cost.terms(degrees, primitive=primitive, crosses=crosses, speed=speed)) for primitive in primitives]
         for crosses, speed in places
     ]
-    capacity = float(cluster.num_ranks + sum(len(group.ranks) * group.speed for group in pinned))
-    held = float(cluster.num_ranks + sum(len(group.ranks) * min(group.speed, 1.0) for group in pinned))
-    return Prices(
+    num_ranks, max_tokens = cluster.num_ranks // step, step * cluster.max_tokens_per_rank
+    capacity = float(num_ranks + sum(len(group.ranks) * group.speed for group in pinned))
+    held = float(num_ranks + sum(len(group.ranks) * min(group.speed, 1.0) for group in pinned))
+    prices = Prices(
         terms=np.ravel(rows).view(np.recarray),  # records have attributes in plain Python, too
         fixed_s=float(cost.fixed_s),
-        per_pair=float(cost.attention_s_per_pair),
-        per_token=float(cost.compute_s(0, 1)),
-        max_tokens=float(cluster.max_tokens_per_rank),
-        num_ranks=cluster.num_ranks,
+        per_pair=float(cost.attention_s_per_pair) / step,
+        per_token=float(cost.compute_s(0, 1)) / step,
+        max_tokens=float(max_tokens),
+        num_ranks=num_ranks,
         num_primitives=len(primitives),
         num_degrees=len(degrees),
         pinned=np.array([(len(group.ranks), PINNED + kinds.index(group.kind)) for group in pinned], np.int64).ravel(),
         capacity=capacity,
-        holds=held * cluster.max_tokens_per_rank,
+        holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
     )
+    return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
+
+
+def step_of(permitted: Sequence[int]) -> int:
+    """The largest number of which all permitted degrees are multiples."""
+    return math.gcd(*permitted) or 1
 
 
 def problem_of(
@@ -92,23 +109,49 @@ def problem_of(
     cost: CostModel,
     primitives: Sequence[Primitive],
     pinned: Sequence[PinnedGroup] = (),
+    constraints: HostConstraints = UNCONSTRAINED,
 ) -> SearchProblem:
-    """An empty plan of the batch."""
-    prices = prices_of(cluster, cost, primitives=tuple(primitives), pinned=tuple(pinned))
+    """An empty plan of the batch.
+
+    Raises:
+        InfeasiblePlanError: the constraints permit no degree.
+    """
+    permitted = _permitted(constraints, num_ranks=cluster.num_ranks)
+    step = step_of(permitted)
+    prices = prices_of(cluster, cost, primitives=tuple(primitives), pinned=tuple(pinned), permitted=permitted)
     tokens, pairs = np.array(batch.num_tokens, np.float64), np.array(batch.pairs, np.float64)
     columns = SearchBatch(
-        tokens=tokens, pairs=pairs, work_s=np.array(batch.compute_s), alone_s=_alone(prices, tokens, pairs)
+        tokens=tokens, pairs=pairs, work_s=np.array(batch.compute_s) / step, alone_s=_alone(prices, tokens, pairs)
     )
+    nodes = node_sizes(cluster, ranks_per_node=cost.ranks_per_node)
+    if any(size % step for size in nodes):  # some of these groups span nodes wherever they lie
+        nodes = [cluster.num_ranks]
     return SearchProblem(
         batch=columns,
         prices=prices,
         state=empty_state(len(tokens), num_pinned=len(pinned)),
-        nodes=np.array(node_sizes(cluster, ranks_per_node=cost.ranks_per_node)),
+        nodes=np.array(nodes) // step,
         traffic_s=max(cost.shard_s - cost.exposed_s, 0.0),
         last_traffic_s=max(cost.shard_s + cost.reduce_s - cost.exposed_s - cost.reduce_exposed_s, 0.0),
         overlap=float(cost.overlap),
         extra_s=float(cost.exposed_s),
+        rule=Rule(
+            multiple=constraints.microbatch_multiple,
+            exactly=constraints.num_microbatches or 0,
+            all_ranks=constraints.all_ranks,
+        ),
     )
+
+
+def _permitted(constraints: HostConstraints, *, num_ranks: int) -> tuple[int, ...]:
+    """Degrees that groups may have; nothing if all are permitted."""
+    permitted = constraints.permitted(num_ranks)
+    if not permitted or (constraints.all_ranks and num_ranks % step_of(permitted)):
+        raise InfeasiblePlanError(
+            f"plan.constraints.degrees is {constraints.degrees}, of which no groups can have all {num_ranks} ranks; "
+            "permit another degree, or change the number of ranks"
+        )
+    return () if len(permitted) == num_ranks else permitted
 
 
 def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int]) -> Floats:
@@ -121,6 +164,26 @@ def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int
     seconds: Floats = both_s.min(axis=0)[:, 1 : prices.num_ranks + 1]
     seconds[tokens > np.arange(1, prices.num_ranks + 1) * prices.max_tokens] = np.inf
     return seconds
+
+
+def _no_group(
+    problem: SearchProblem, batch: Columns, *, cluster: ClusterSpec, options: PlanConfig
+) -> InfeasiblePlanError:
+    """Why the longest sequence, or unit of sequences, that has no group has none."""
+    at = int(np.isinf(problem.batch.alone_s).argmax())
+    needed = -(-batch.num_tokens[at] // cluster.max_tokens_per_rank)
+    needs = f"a sequence, or sequences of one unit, of {batch.num_tokens[at]} tokens needs {needed} ranks or more"
+    if needed > cluster.num_ranks:
+        return InfeasiblePlanError(f"{needs}, there are {cluster.num_ranks}; add ranks or memory, or divide the unit")
+    if options.constraints.degrees != "any":
+        return InfeasiblePlanError(
+            f"{needs}, plan.constraints.degrees permits {options.constraints.permitted(cluster.num_ranks)} on "
+            f"{cluster.num_ranks}; permit a larger degree"
+        )
+    return InfeasiblePlanError(
+        f"{needs}, and of up to {cluster.num_ranks} no number divides the heads as {', '.join(options.primitives)} "
+        "needs; add ring to plan.primitives"
+    )
 
 
 Placed = tuple[float, GroupState]  # seconds where its groups lie
@@ -144,14 +207,17 @@ class GroupPlanner:
     ) -> None:
         self._options, self._pinned = options, tuple(pinned)
         self._used = [Primitive(name) for name in options.primitives]
-        self._problem = problem_of(batch, cluster=cluster, cost=cost, primitives=self._used, pinned=self._pinned)
+        self._problem = problem_of(
+            batch,
+            cluster=cluster,
+            cost=cost,
+            primitives=self._used,
+            pinned=self._pinned,
+            constraints=options.constraints,
+        )
+        self._step = step_of(_permitted(options.constraints, num_ranks=cluster.num_ranks))
         if not math.isfinite(self._problem.batch.alone_s.max()):
-            raise InfeasiblePlanError(
-                f"a sequence of {batch.num_tokens[0]} tokens needs "
-                f"{-(-batch.num_tokens[0] // cluster.max_tokens_per_rank)} ranks or more, and of up to "
-                f"{cluster.num_ranks} no number divides the heads as {', '.join(self._used)} needs; "
-                "add ring to plan.primitives"
-            )
+            raise _no_group(self._problem, batch, cluster=cluster, options=options)
 
     def run(self) -> tuple[list[list[Draft]], str]:
         """Groups of each microbatch, and why."""
@@ -163,7 +229,13 @@ class GroupPlanner:
         ranks = self._problem.prices.num_ranks + sum(len(group.ranks) for group in self._pinned)
         moves = moves_of(options, num_ranks=ranks, num_sequences=len(self._problem.batch.tokens))
         search = JointSearch(self._problem, max_more=options.max_microbatches, max_moves=moves)
-        seconds, state = search.run()
+        found = search.run()
+        if found is None:
+            raise InfeasiblePlanError(
+                f"no plan was found on {self._problem.prices.num_ranks * self._step} ranks that keeps "
+                f"plan.constraints {options.constraints}; relax one of them, or use more sequences or memory"
+            )
+        seconds, state = found
         if options.degrees == "dp":
             return self._where_it_lies(self._with_dynamic_program(state)), search.reason
         return (seconds, state), search.reason
@@ -178,7 +250,13 @@ class GroupPlanner:
                 "microbatches filled in turn",
             )
         state = self._with_dynamic_program(found[0][1]) if self._options.degrees == "dp" else found[0][1]
-        return self._where_it_lies(state), reason
+        placed = self._where_it_lies(state)
+        if placed[0] == math.inf:
+            raise InfeasiblePlanError(
+                f"the paper's two stages found no plan that keeps plan.constraints {self._options.constraints}; set "
+                "plan.packing to joint"
+            )
+        return placed, reason
 
     def _where_it_lies(self, state: GroupState) -> Placed:
         """Its seconds and itself with the groups that span nodes priced so."""
@@ -205,7 +283,7 @@ class GroupPlanner:
             else:
                 members[group] = [at]
         count = state.counts[GROUPS]
-        homes, degrees = state.home[:count].tolist(), state.degree[:count].tolist()
+        homes, degrees = state.home[:count].tolist(), (self._step * state.degree[:count]).tolist()
         pinned_ranks = self._pinned_ranks(state)
         load(self._problem, state)
         primitives = [self._used[each] for each in primitives_of(self._problem).tolist()]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rayfcp.plan.groups.kernels.cut import best_fit, cut_by_length, cut_by_time, floor_s
 from rayfcp.plan.groups.kernels.search import pack
-from rayfcp.plan.groups.kernels.state import GroupState, SearchProblem, copied
+from rayfcp.plan.groups.kernels.state import GroupState, Rule, SearchProblem, copied
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.values.arrays import Ints
 
@@ -33,7 +33,8 @@ class Cuts:
         self.num_tokens = float(batch.tokens.sum())
         fewest = math.ceil(self.num_tokens / self.max_tokens)
         self.packed = best_fit(batch.tokens, self.max_tokens, len(batch.tokens))
-        self.counts = range(fewest, min(int(self.packed.max()) + 1 + max_more, len(batch.tokens)) + 1)
+        most = min(int(self.packed.max()) + 1 + max_more, len(batch.tokens))
+        self.counts = _counts(problem.rule, fewest=fewest, most=most)
         self._work_s = float(batch.work_s.sum()) / prices.capacity
         self._longest_s = float(batch.alone_s.max()) - prices.fixed_s
 
@@ -103,6 +104,14 @@ class Cuts:
     def _is_tight(self, part: Ints) -> bool:
         """Whether a microbatch of the cut leaves so little memory free that it can seldom be packed well."""
         return bool(np.bincount(part, self._problem.batch.tokens).max() > ROOMY * self.max_tokens)
+
+
+def _counts(rule: Rule, *, fewest: int, most: int) -> range:
+    """Numbers of microbatches that the rule permits, from `fewest` to the first that is no less than `most`."""
+    if rule.exactly:
+        return range(rule.exactly, rule.exactly + 1)
+    first, last = (-(-each // rule.multiple) * rule.multiple for each in (fewest, most))
+    return range(first, last + 1, rule.multiple)
 
 
 Table = npt.NDArray[np.float64]

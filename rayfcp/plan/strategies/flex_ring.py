@@ -9,10 +9,11 @@ work in proportion (`rayfcp.plan.groups.unequal`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import assemble, columns_of
+from rayfcp.plan.assembly import Draft, assemble, columns_of, united
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, SequenceSpec
@@ -24,13 +25,25 @@ def propose(
     """The cheapest that was found, each microbatch with exact degrees."""
     from rayfcp.plan.groups.planner import GroupPlanner
 
-    if any(speed != 1.0 for speed in cluster.speed_of_rank):
+    constraints = options.constraints
+    if any(speed != 1.0 for speed in cluster.speed_of_rank) and not constraints.bind:
         from rayfcp.plan.groups.unequal import propose_unequal
 
         return propose_unequal(sequences, cluster=cluster, cost=cost, options=options)
     batch = columns_of(sequences, cost=cost)
-    drafts, reason = GroupPlanner(batch, cluster=cluster, cost=cost, options=options).run()
-    return Proposal(microbatches=assemble(drafts, batch=batch, cluster=cluster, cost=cost), reason=reason)
+    if any(sequence.unit is not None for sequence in sequences):
+        units, parts = united(batch, sequences)
+        drafts, reason = GroupPlanner(units, cluster=cluster, cost=cost, options=options).run()
+        drafts = [[replace(draft, members=_members(draft, parts)) for draft in each] for each in drafts]
+    else:
+        drafts, reason = GroupPlanner(batch, cluster=cluster, cost=cost, options=options).run()
+    microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost, in_a_row=constraints.placement != "nodes")
+    return Proposal(microbatches=microbatches, reason=reason)
+
+
+def _members(draft: Draft, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Positions of the sequences of a draft of units."""
+    return tuple(sorted(at for unit in draft.members for at in parts[unit]))
 
 
 INFO = StrategyInfo(

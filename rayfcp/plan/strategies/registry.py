@@ -13,6 +13,7 @@ from typing import Protocol
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.profiles import pick
+from rayfcp.plan.constraints import broken_constraint
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, Primitive, SequenceSpec
 
 MODULES = (
@@ -115,6 +116,15 @@ class StrategyInfo:
             raise ValueError(
                 f"strategy {self.name} proposes no pipelines for {cluster.num_stages} stages; wrap its `propose` in "
                 "`in_stages` (rayfcp.plan.strategies.stages)"
+            )
+        if options.constraints.bind and (
+            broken := broken_constraint(
+                proposal.microbatches, sequences, cluster=cluster, constraints=options.constraints
+            )
+        ):
+            raise InfeasiblePlanError(
+                f"strategy {self.name} does not keep plan.constraints: {broken}; relax it, or use flex-ring, which "
+                "searches under constraints"
             )
         return proposal
 

@@ -16,6 +16,7 @@ from rayfcp.plan.groups.kernels.state import (
     Links,
     SearchProblem,
     _beside_s,
+    _least_s,
     _move,
     _open,
     _reprice_or_close,
@@ -75,8 +76,10 @@ def _bottleneck(problem: SearchProblem, microbatch: int) -> Bottleneck:
 
 @inner
 def _value_s(problem: SearchProblem, span_s: float) -> float:
-    """What a microbatch adds to the batch; nothing without sequences."""
-    return _beside_s(problem, span_s, problem.traffic_s) + problem.extra_s if span_s > 0.0 else 0.0
+    """What a microbatch adds to the batch; without sequences nothing, unless the rule asks for it all the same."""
+    if span_s == 0.0:
+        return _least_s(problem) if problem.rule.exactly > 0 or problem.rule.multiple > 1 else 0.0
+    return _beside_s(problem, span_s, problem.traffic_s) + problem.extra_s
 
 
 @inner

@@ -86,7 +86,7 @@ def primitives_of(problem: SearchProblem) -> Ints:
     state = problem.state
     found = np.zeros(state.counts[GROUPS], np.int64)
     for group in range(len(found)):
-        if state.home[group] >= 0 and state.degree[group] > 1:
+        if state.home[group] >= 0:
             load = Load(state.pairs[group], state.tokens[group], state.degree[group], state.span_kind[group])
             found[group] = _fastest(problem.prices, load, state.pace[state.home[group]])
     return found

@@ -14,8 +14,8 @@ from rayfcp.plan.groups.kernels import even as _even
 from rayfcp.plan.groups.kernels import fill as _fill
 from rayfcp.plan.groups.kernels import improve as _improve
 from rayfcp.plan.groups.kernels import pack as _pack
-from rayfcp.plan.groups.kernels import ranks as _ranks
 from rayfcp.plan.groups.kernels import ruin as _ruin
+from rayfcp.plan.groups.kernels import settle as _settle
 from rayfcp.plan.groups.kernels.state import GroupState, SearchProblem
 from rayfcp.plan.groups.kernels.state import total_s as _total_s
 from rayfcp.values.arrays import Floats, Ints
@@ -24,7 +24,7 @@ _TOTAL, _PLACE, _FILL, _EVEN, _PACK, _IMPROVE, _PERTURB, _RUIN = range(8)
 _NO_CUT, _NO_FACTORS = np.zeros(0, np.int64), np.zeros(0)
 
 _fill_in_turn, _even_groups, _pack_cut = _fill.fill_in_turn, _even.even, _pack.pack
-_improve_slowest, _perturb_some, _ruin_some, _place_all = _improve.improve, _ruin.perturb, _ruin.ruin, _ranks.place
+_improve_slowest, _perturb_some, _ruin_some, _place_all = _improve.improve, _ruin.perturb, _ruin.ruin, _settle.settled
 
 
 @compiled
@@ -65,7 +65,7 @@ def _run(
 
 
 total_s = partial(_run, _TOTAL)  # `CostModel.batch_s` of the state
-place = partial(_run, _PLACE)  # mark the groups that span nodes, and price them so
+place = partial(_run, _PLACE)  # complete the plan as its rule asks, mark the groups that span nodes, price them so
 fill_in_turn = partial(_run, _FILL)  # microbatches one after the other; `first`: see `kernels.fill.fill_in_turn`
 even = partial(_run, _EVEN)  # groups of one degree, in `first` to `last` microbatches
 pack = partial(_run, _PACK)  # groups for the cut `part`, with `factors` by the paper's two stages

@@ -39,6 +39,15 @@ class GroupState(NamedTuple):
     counts: Ints
 
 
+class Rule(NamedTuple):
+    """Constraints beside degrees (`HostConstraints`): the number of microbatches is a multiple of `multiple`, and
+    `exactly` so many, 0 for any; with `all_ranks` no rank of a microbatch is left over."""
+
+    multiple: int
+    exactly: int
+    all_ranks: bool
+
+
 class SearchProblem(NamedTuple):
     """All that a kernel needs. `nodes`: ranks of each. `traffic_s` of shards goes beside a microbatch,
     `last_traffic_s` beside the last one, and the share `overlap` of the shorter hides; `extra_s` is added to each
@@ -52,6 +61,7 @@ class SearchProblem(NamedTuple):
     last_traffic_s: float
     overlap: float
     extra_s: float
+    rule: Rule
 
 
 def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
@@ -236,6 +246,19 @@ def _beside_s(problem: SearchProblem, span_s: float, traffic_s: float) -> float:
     return span_s + traffic_s - problem.overlap * min(span_s, traffic_s)
 
 
+@inner
+def _missing(problem: SearchProblem, count: int) -> int:
+    """How many microbatches the rule asks for beside `count`; below 0 if these are too many."""
+    rule = problem.rule
+    return rule.exactly - count if rule.exactly > 0 else -count % rule.multiple
+
+
+@inner
+def _least_s(problem: SearchProblem) -> float:
+    """What any microbatch adds to the batch."""
+    return _beside_s(problem, problem.prices.fixed_s, problem.traffic_s) + problem.extra_s
+
+
 @inner_with_arrays
 def total_s(problem: SearchProblem) -> float:
     """`CostModel.batch_s` of the state."""
@@ -251,8 +274,8 @@ def total_s(problem: SearchProblem) -> float:
 @inner
 def _sum_s(problem: SearchProblem, spans: Floats) -> float:
     """Microbatches without sequences count nothing; the longest comes last. Infinite if one has no groups that hold
-    its sequences."""
-    longest, seconds = 0.0, 0.0
+    its sequences. Microbatches that the rule asks for beside these take what any takes at least."""
+    longest, seconds, count = 0.0, 0.0, 0
     for microbatch in range(len(spans)):
         span_s = spans[microbatch]
         if span_s == np.inf:
@@ -260,6 +283,10 @@ def _sum_s(problem: SearchProblem, spans: Floats) -> float:
         if span_s > 0.0:
             seconds += _beside_s(problem, span_s, problem.traffic_s) + problem.extra_s
             longest = max(longest, span_s)
+            count += 1
+    missing = _missing(problem, count)
+    if missing != 0:
+        seconds += missing * _least_s(problem) if missing > 0 else np.inf
     last_s = _beside_s(problem, longest, problem.last_traffic_s)
     return seconds - _beside_s(problem, longest, problem.traffic_s) + last_s
 
