@@ -230,9 +230,7 @@ def _borrowed(problem: SearchProblem, microbatch: int, degree: int) -> bool:
     state, batch = problem.state, problem.batch
     if state.counts[GROUPS] >= len(state.home) - 1 or degree > state.spare[microbatch]:
         return False
-    sizes = np.zeros(state.counts[GROUPS], np.int64)
-    for at in range(len(state.owner)):
-        sizes[state.owner[at]] += 1
+    sizes = _sizes(problem)
     for at in range(len(state.owner) - 1, -1, -1):  # longest first
         source = state.owner[at]
         if sizes[source] > 1 and state.home[source] != microbatch:
@@ -251,15 +249,8 @@ def _split_largest(problem: SearchProblem, microbatch: int) -> bool:
     """Split the group of a microbatch with the most tokens of those with two sequences into two of about as many, each
     of the fewest ranks that hold them; False if there is none, or if the ranks do not suffice."""
     state, batch, prices = problem.state, problem.batch, problem.prices
-    if state.counts[GROUPS] >= len(state.home) - 1:
-        return False
-    sizes, largest = np.zeros(state.counts[GROUPS], np.int64), -1
-    for at in range(len(state.owner)):
-        sizes[state.owner[at]] += 1
-    for group in range(len(sizes)):
-        if state.home[group] == microbatch and sizes[group] > 1:
-            largest = group if largest < 0 or state.tokens[group] > state.tokens[largest] else largest
-    if largest < 0:
+    largest = _largest(problem, microbatch)
+    if largest < 0 or state.counts[GROUPS] >= len(state.home) - 1:
         return False
     goes = np.zeros(len(state.owner), np.bool_)
     kept = gone = 0.0
@@ -284,6 +275,27 @@ def _split_largest(problem: SearchProblem, microbatch: int) -> bool:
     _reprice(problem, largest)
     _reprice(problem, other)
     return True
+
+
+@inner_with_arrays
+def _largest(problem: SearchProblem, microbatch: int) -> int:
+    """The group of a microbatch with the most tokens of those with two sequences; -1 if there is none."""
+    state = problem.state
+    sizes, largest = _sizes(problem), -1
+    for group in range(len(sizes)):
+        if state.home[group] == microbatch and sizes[group] > 1:
+            largest = group if largest < 0 or state.tokens[group] > state.tokens[largest] else largest
+    return largest
+
+
+@inner_with_arrays
+def _sizes(problem: SearchProblem) -> Ints:
+    """Number of sequences of each group."""
+    state = problem.state
+    sizes = np.zeros(state.counts[GROUPS], np.int64)
+    for at in range(len(state.owner)):
+        sizes[state.owner[at]] += 1
+    return sizes
 
 
 @inner
