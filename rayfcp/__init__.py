@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Config": "rayfcp.config",
+    "PlanConfig": "rayfcp.config.models",
     "load_config": "rayfcp.config",
     "plan_batch": "rayfcp.plan",
     "plan_lengths": "rayfcp.compare.planning",

@@ -118,8 +118,8 @@ def assemble(
 
     Of the ranks of a node the fastest are named first; where speeds differ, the slowest groups of a node have the
     fastest of its ranks if that is better. The longest microbatch comes last, where the step's gradient
-    reduction hides behind it. The sum of `predicted_s` is the step's predicted time. With `in_a_row` groups have
-    consecutive ranks instead, the largest from rank 0 on.
+    reduction hides behind it. The sum of `predicted_s` is the step's predicted time. With `in_a_row`, groups have
+    consecutive ranks from 0 on.
     """
     loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
@@ -127,10 +127,7 @@ def assemble(
     if in_a_row:
         ways = [_in_a_row(ordered, drafts=loads.drafts)]
     else:
-        ways = [_named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))]
-    if cluster.speed_of_rank and not in_a_row:
-        slow_s = loads.alike_s(cost, nodes=nodes, speed=min(cluster.speed_of_rank))
-        ways.append(_slowest_first(ways[0], ordered, slow_s=slow_s, cluster=cluster, nodes=nodes))
+        ways = _by_node(ordered, loads, cluster=cluster, cost=cost, nodes=nodes)
     priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
     idle_s = idle_passes_s(cost, cluster=cluster)
     timed = []
@@ -223,6 +220,22 @@ def _largest_first(microbatches: Sequence[Sequence[Draft]], *, seconds: Sequence
         ordered.append([number for *_, number in keyed])
         first += len(drafts)
     return ordered
+
+
+def _by_node(
+    ordered: Sequence[Sequence[int]],
+    loads: _Loads,
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    nodes: Sequence[Sequence[int]],
+) -> list[list[tuple[int, ...]]]:
+    """Ranks of each draft, by its number: on as few nodes as possible; where speeds differ, in two ways."""
+    ways = [_named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))]
+    if cluster.speed_of_rank:
+        slow_s = loads.alike_s(cost, nodes=nodes, speed=min(cluster.speed_of_rank))
+        ways.append(_slowest_first(ways[0], ordered, slow_s=slow_s, cluster=cluster, nodes=nodes))
+    return ways
 
 
 def _named(

@@ -3,6 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from tests.examples import examples
@@ -14,16 +15,19 @@ def best_makespan(
     cluster: ClusterSpec,
     cost: CostModel,
     primitives: tuple[Primitive, ...] = (Primitive.RING,),
+    *,
+    constraints: HostConstraints = UNCONSTRAINED,
 ) -> float:
-    """Over all groupings and all degrees and primitives of one microbatch."""
+    """Over all groupings and all degrees and primitives of one microbatch; infinite if there is none."""
+    least = cluster.num_ranks if constraints.all_ranks else 0
     best = float("inf")
     for groups in partitions(list(range(len(members)))):
         loads = [
             (sum(members[at].attention_pairs for at in g), sum(members[at].num_tokens for at in g)) for g in groups
         ]
-        for degrees in itertools.product(range(1, cluster.num_ranks + 1), repeat=len(groups)):
+        for degrees in itertools.product(constraints.permitted(cluster.num_ranks), repeat=len(groups)):
             fits = all(tokens <= d * cluster.max_tokens_per_rank for (_, tokens), d in zip(loads, degrees, strict=True))
-            if sum(degrees) <= cluster.num_ranks and fits:
+            if least <= sum(degrees) <= cluster.num_ranks and fits:
                 for used in itertools.product(primitives, repeat=len(groups)):
                     passes = [
                         cost.passes_s(*load, degree=d, primitive=each)
@@ -38,12 +42,17 @@ def best_plan_s(
     cluster: ClusterSpec,
     cost: CostModel,
     primitives: tuple[Primitive, ...] = (Primitive.RING,),
+    *,
+    constraints: HostConstraints = UNCONSTRAINED,
 ) -> float:
-    """Over all cuts, groupings, degrees and primitives."""
-    return min(
-        cost.batch_s([best_makespan([sequences[at] for at in part], cluster, cost, primitives) for part in cut])
-        for cut in partitions(list(range(len(sequences))))
-    )
+    """Over all cuts, groupings, degrees and primitives; infinite if there is none."""
+    best = float("inf")
+    for cut in partitions(list(range(len(sequences)))):
+        if constraints.least_microbatches(len(cut)) == len(cut):
+            parts = [[sequences[at] for at in part] for part in cut]
+            spans = [best_makespan(part, cluster, cost, primitives, constraints=constraints) for part in parts]
+            best = min(best, cost.batch_s(spans) if max(spans) < float("inf") else best)
+    return best
 
 
 @examples(12)

@@ -33,8 +33,9 @@ class Cuts:
         self.num_tokens = float(batch.tokens.sum())
         fewest = math.ceil(self.num_tokens / self.max_tokens)
         self.packed = best_fit(batch.tokens, self.max_tokens, len(batch.tokens))
-        most = min(int(self.packed.max()) + 1 + max_more, len(batch.tokens))
-        self.counts = _counts(problem.rule, fewest=fewest, most=most)
+        self.counts = _counts(
+            problem.rule, fewest=fewest, most=int(self.packed.max()) + 1 + max_more, num_sequences=len(batch.tokens)
+        )
         self._work_s = float(batch.work_s.sum()) / prices.capacity
         self._longest_s = float(batch.alone_s.max()) - prices.fixed_s
 
@@ -106,12 +107,22 @@ class Cuts:
         return bool(np.bincount(part, self._problem.batch.tokens).max() > ROOMY * self.max_tokens)
 
 
-def _counts(rule: Rule, *, fewest: int, most: int) -> range:
-    """Numbers of microbatches that the rule permits, from `fewest` to the first that is no less than `most`."""
+def _counts(rule: Rule, *, fewest: int, most: int, num_sequences: int) -> range:
+    """Numbers of microbatches that the rule permits, from `fewest` to the first that is no less than `most`.
+
+    Raises:
+        InfeasiblePlanError: all of them are more than there are sequences.
+    """
+    multiple = rule.multiple
+    first, last = (-(-each // multiple) * multiple for each in (fewest, most))
     if rule.exactly:
-        return range(rule.exactly, rule.exactly + 1)
-    first, last = (-(-each // rule.multiple) * rule.multiple for each in (fewest, most))
-    return range(first, last + 1, rule.multiple)
+        first = last = rule.exactly
+    if first > num_sequences:
+        raise InfeasiblePlanError(
+            f"plan.constraints asks for {first} microbatches or more, the batch has {num_sequences} sequences or units "
+            "of them; lower num_microbatches or microbatch_multiple, or enlarge the batch"
+        )
+    return range(first, min(last, num_sequences) + 1, multiple)
 
 
 Table = npt.NDArray[np.float64]
