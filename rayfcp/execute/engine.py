@@ -399,7 +399,7 @@ class RankEngine:
         num_targets = batch.num_targets
         if pairs is not None:  # all devices have their loss
             loss_sum = pairs.values.loss if self.position.device == 0 else torch.zeros_like(pairs.values.loss)
-            num_targets = 1
+            num_targets = min(num_targets, 1)  # pairs are counted in the loss; without targets nothing is updated
         generation, train, clock = self.generation, self._config.train, self._backend.clock(time.time)
         start = clock.mark()
         with generation.wait.timed():
