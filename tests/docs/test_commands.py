@@ -20,7 +20,7 @@ NOT_RUN = {
     r"\S+ export ": "of the reader's shell",
     r"\S+ ssh ": "needs a second machine",
     r"\S+ rayfcp watch ": "follows a run that lives: tests/telemetry does; here the run has ended",
-    r"\S+ (torchrun|python ray_loop)": "tests/execute/test_own_loop.py runs these files",
+    r"\S+ (torchrun|python (ray_loop|plan_ahead))": "tests/execute/test_own_loop.py runs these files",
     r"\S+ rayfcp (train|doctor) .*address.auto": "joins a cluster: tests/cluster/jobs starts one",
     r"\S+ rayfcp submit ": "needs a cluster: tests/cluster/jobs starts one, submits, follows and stops",
     r"\S+ ray (start|job) ": "needs a cluster: tests/cluster/jobs starts one",

@@ -211,6 +211,11 @@ class PlanRequests(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(self._in_flight)
 
+    def unfinished(self) -> list[R]:
+        """Requests that are not answered yet."""
+        answered = set(self._runtime.wait_all([request.refs[-1] for request in self._in_flight], timeout_s=0))
+        return [request for request in self._in_flight if request.refs[-1] not in answered]
+
     def send(self, request: R) -> None:
         """Request one more plan."""
         request.number = self._least_busy()
@@ -252,10 +257,8 @@ class PlanRequests(Generic[R]):
         self._in_flight.clear()
 
     def _least_busy(self) -> int:
-        """Number of the planner with the fewest requests that are not answered yet."""
-        numbers = {request.refs[-1]: request.number for request in self._in_flight}
-        answered = set(self._runtime.wait_all(list(numbers), timeout_s=0))
-        waiting = Counter(number for ref, number in numbers.items() if ref not in answered)
+        """Number of the planner with the fewest unfinished requests."""
+        waiting = Counter(request.number for request in self.unfinished())
         return min(range(len(self._planners)), key=lambda number: waiting[number])
 
     def _repeat_unfinished(self, number: int) -> None:

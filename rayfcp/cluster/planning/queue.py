@@ -109,6 +109,11 @@ class PlanQueue:
         self._cost_ref = self._runtime.put(cost)
         self.refill()
 
+    @property
+    def depth(self) -> int:
+        """Plans that are requested and not there yet."""
+        return len(self._in_flight.unfinished())
+
     def use(self, cost: CostModel, *, cluster: ClusterSpec) -> None:
         """Plan with this cost model, and these speeds of the same ranks, from now on; plans in flight stay valid."""
         self._cost_ref = self._runtime.put(cost)
