@@ -25,6 +25,7 @@ NOT_RUN = {
     r"\S+ rayfcp submit ": "needs a cluster: tests/cluster/jobs starts one, submits, follows and stops",
     r"\S+ ray (start|job) ": "needs a cluster: tests/cluster/jobs starts one",
     r"\S+ rayfcp profile ": "tests/cluster/test_profiling.py times workers",
+    r"\S+ docker ": "needs Docker; jobs/docker/check.sh builds the image for CPUs and trains in it",
     r"\S+ kubectl ": "needs Kubernetes; tests/jobs/test_kuberay.py holds manifests against schemas",
     r"\S+ sbatch ": "needs Slurm",
     r"\S+ (python jobs/pictures|rayfcp train jobs/qwen3-vl-tiny)": "tests/cluster/test_decoding.py does less of it",
