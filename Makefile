@@ -4,6 +4,7 @@
 #                   (make explore SCHEDULES=1000 for fewer), far more examples of properties
 # make chaos        long runs that lose processes, nodes, messages and disks (half an hour)
 # make dashboards   writes boards and rules again from their code
+# make image        builds the image for CPUs and trains in it (as root, with buildah and debootstrap; ten minutes)
 # make check        format, lint, types, import rules, sizes
 #
 # PYTHON       an interpreter of 3.11 or newer:  make quickstart PYTHON=python3.12
@@ -18,7 +19,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test kernels explore chaos check dashboards setup setup-dev packages clean
+.PHONY: quickstart test kernels explore chaos image check dashboards setup setup-dev packages clean
 
 quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
@@ -36,6 +37,9 @@ explore: setup-dev kernels
 
 chaos: setup-dev
 	$(BIN)/python -m tests.chaos.long
+
+image:
+	jobs/docker/check.sh
 
 dashboards: setup-dev
 	$(BIN)/python -m dashboards.generate

@@ -92,6 +92,7 @@ def _time() -> Section:
                 Line(expr=of("planning_load_ratio"), legend="{{run}} load"),
                 Line(expr=of("planners"), legend="{{run}} planners"),
                 Line(expr=of("lookahead_steps"), legend="{{run}} steps ahead"),
+                Line(expr=of("plan_queue_depth"), legend="{{run}} not planned yet"),
                 unit="none",
                 about="Load: time of programs over what planners have for them. Above 1 they cannot keep up.",
             ),

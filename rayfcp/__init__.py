@@ -1,8 +1,8 @@
 """Elastic long-context training on Ray with flexible context parallelism.
 
 `FlexTrainer(config).fit()` trains; `log_probs` returns log-probabilities of given sequences; `plan_lengths` plans a
-batch by names of model and hardware; `plan_batch`, `simulate` and `attention` serve other training loops. Names are
-imported on first use: `import rayfcp` loads neither torch nor ray.
+batch by names of model and hardware; `plan_batch`, `PlannerPool`, `simulate` and `attention` serve other training
+loops. Names are imported on first use: `import rayfcp` loads neither torch nor ray.
 """
 
 import importlib
@@ -23,6 +23,7 @@ _HOMES = {
     "attention": "rayfcp.execute.attention.function",
     "FlexTrainer": "rayfcp.cluster",
     "log_probs": "rayfcp.cluster.evaluation",
+    "PlannerPool": "rayfcp.cluster.planning.pool",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604

@@ -41,9 +41,10 @@ Examples:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
 
 WARM_UP = """\
 Compiled code lies beside the installed package, or in NUMBA_CACHE_DIR if that is set, and serves every process with
-the same rayfcp, numba and kind of CPU. Put it at the end of an image's build.
+the same rayfcp, numba and kind of CPU. Put it at the end of an image's build, as the user who will run rayfcp; for
+nodes of several kinds of CPU set NUMBA_CPU_NAME there and in the image, e.g. to x86-64-v2, or generic on Arm.
 
-Example:  RUN rayfcp warm-up
+Example:  NUMBA_CPU_NAME=x86-64-v2 NUMBA_CACHE_DIR=/var/cache/rayfcp rayfcp warm-up
 """
 
 BASELINE_STEPS = 12

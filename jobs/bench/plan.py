@@ -2,6 +2,7 @@
 from their lower bound.
 
 python jobs/bench/plan.py --sequences 512 --ranks 64
+python jobs/bench/plan.py --batches 100 --pool 2    # and batches per second of a pool of two planners
 """
 
 import argparse
@@ -9,12 +10,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rayfcp import PlannerPool
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.plan.moves import FIRST
+from rayfcp.program import check_progress, lower
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
 
 
@@ -50,6 +54,32 @@ def main() -> None:
         f"median {statistics.median(took):.1f} ms, max {max(took):.1f} ms; gap mean {statistics.mean(gaps):.4f}, "
         f"max {max(gaps):.4f}; microbatches {min(counts)}-{max(counts)}\n"
     )
+    if args.pool:
+        facts = {"cluster": cluster, "cost": cost, "strategy": args.strategy, "options": options}
+        _print_throughput(batches, num_planners=args.pool, facts=facts)
+
+
+def _print_throughput(batches: list[list[SequenceSpec]], *, num_planners: int, facts: dict[str, Any]) -> None:
+    """Print batches per second, from lengths to checked programs, and this process's CPU time: if it plans them, and if
+    it takes them from a pool. The first batches warm up and are not timed."""
+    warm, timed = batches[:1] * num_planners, batches[1:]
+    with PlannerPool(**facts, num_planners=num_planners, lookahead=2 * num_planners, programs=True) as pool:
+        for _ in pool.map(warm):
+            pass
+        start = time.perf_counter(), time.process_time()
+        plans = [planned.plan for planned in pool.map(timed)]
+        of_pool = _rates(start, count=len(timed))
+    start = time.perf_counter(), time.process_time()
+    for batch, found in zip(timed, plans, strict=True):
+        plan = plan_batch(batch, **facts)
+        check_progress(lower(plan, batch))
+        assert plan == found, "a pool's plan has the same bytes"
+    sys.stdout.write(f"planned here: {_rates(start, count=len(timed))}\nby {num_planners} planners: {of_pool}\n")
+
+
+def _rates(start: tuple[float, float], *, count: int) -> str:
+    wall_s, cpu_s = time.perf_counter() - start[0], time.process_time() - start[1]
+    return f"{count / wall_s:.1f} batches per second, {1e3 * cpu_s / count:.1f} ms of this process's CPU time each"
 
 
 def _room(model: ModelProfile, hardware: HardwareProfile, *, num_ranks: int, recomputed: int) -> int:
@@ -90,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", action="store_true", help="recompute every layer: more tokens fit")
     parser.add_argument("--max-seqlen", type=int, default=131_072)
     parser.add_argument("--max-tokens-per-rank", type=int, help="replaces the memory model")
+    parser.add_argument("--pool", type=int, default=0, help="planners of a pool to be timed too (default: none)")
     parser.add_argument("--lengths", type=Path, help="file with one length a line; log-normal if absent")
     return parser
 

@@ -65,6 +65,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _gauge("plan_wait_seconds", "seconds", "Time that the last step was blocked on its plan"),
     _gauge("planners", "planners", "Planner actors, those that are starting included"),
+    _gauge("plan_queue_depth", "batches", "Batches requested from planners and not planned yet"),
     _gauge("lookahead_steps", "steps", "Steps ahead of which programs are prepared"),
     _gauge(
         "planning_load_ratio",

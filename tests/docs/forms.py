@@ -164,8 +164,24 @@ def _kubectl(words: list[str]) -> None:
         assert rest[0] == "-f" and f"name: {rest[1].removeprefix('job/')}\n" in text, rest
     elif verb == "port-forward":
         assert f"name: {rest[0].removeprefix('service/').removesuffix(HEAD_SERVICE)}\n" in text, rest
+    elif verb == "get":
+        assert rest == ["workloads"]
     else:
         raise AssertionError(f"kubectl {verb}: no form of that name")
+
+
+def _docker(words: list[str]) -> None:
+    """Variants of the image are named by the file; what runs in one is a command of rayfcp."""
+    file = ROOT / "jobs" / "docker" / "compose.yaml"
+    variants = yaml.safe_load(file.read_text(encoding="utf-8"))["services"]
+    if words[0] == "run":
+        at = next(number for number, word in enumerate(words) if word in {each["image"] for each in variants.values()})
+        assert words[1:at] == ["--gpus", "all", "--shm-size", "32g"]
+        _rayfcp(words[at + 1 :])
+    else:
+        verb, variant = words[3:]
+        assert words[:2] == ["compose", "-f"] and (ROOT / words[2]) == file
+        assert verb in ("build", "push") and variant in variants
 
 
 SBATCH = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "signal", "requeue"}
@@ -200,6 +216,7 @@ FORMS: dict[str, Callable[[list[str]], Any]] = {
     "make": _make,
     "python": _python,
     "ray": _ray,
+    "docker": _docker,
     "kubectl": _kubectl,
     "sbatch": _sbatch,
     "torchrun": _torchrun,

@@ -49,6 +49,13 @@ def test_the_documented_model_learns_the_same_on_any_number_of_processes_and_ins
     assert (first, last) == pytest.approx((two[0][0], two[0][-1]), rel=1e-5)
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_documented_pool_plans_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(saved("plan_ahead.py", tmp_path)))
+    steps = re.findall(r"step (\d+): predicted \d\.\d+ s, waited \d+\.\d+ s", capsys.readouterr().out)
+    assert steps == [f"{step}" for step in range(1, 11)]
+
+
 def saved(name: str, folder: Path) -> Path:
     """The example that the page says to save under this name, and what must hold when it ends."""
     text = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
     *("checkpoints.saving", "controller.evaluating", "controller.following", "controller.stepping"),
-    *("controller.training", "controller.loop", "planning.queue"),
+    *("controller.training", "controller.loop", "planning.actors", "planning.queue"),
     *("recovery.stores", "workers.calls", "workers.cluster_state", "workers.group", "workers.starting"),
 )
 ELASTIC = ("hang", "recoverable", "size")

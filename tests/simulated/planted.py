@@ -16,7 +16,8 @@ from unittest.mock import patch
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.controller.loop import TrainingLoop
 from rayfcp.cluster.controller.stepping import Stepper
-from rayfcp.cluster.planning.queue import Planners, PlanQueue
+from rayfcp.cluster.planning.actors import Planners, PlanRequests
+from rayfcp.cluster.planning.queue import PlanQueue
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.workers.calls import GroupCall
@@ -267,12 +268,12 @@ def _gone_copy_ends_run() -> AbstractContextManager[Any]:
 def _planner_not_asked_again() -> AbstractContextManager[Any]:
     """A planner that died is replaced, but what it had in hand is not planned again (240c44a)."""
 
-    def forget(self: PlanQueue, number: int) -> None:
-        for flight in self._in_flight:
-            if flight.number == number:
-                flight.actor = self._planners[number]  # or the queue would wait for the dead one without an end
+    def forget(self: PlanRequests[Any], number: int) -> None:
+        for request in self:
+            if request.number == number:
+                request.actor = self._planners[number]  # or the queue would wait for the dead one without an end
 
-    return patch.object(PlanQueue, "_request_again", forget)
+    return patch.object(PlanRequests, "_repeat_unfinished", forget)
 
 
 def _planner_dies_starting() -> AbstractContextManager[Any]:

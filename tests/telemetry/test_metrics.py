@@ -28,8 +28,8 @@ lost_steps_total resizes_total snapshot_seconds worker_speed_ratio step target_s
 predicted_seconds num_microbatches strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by
 devices_wanted checkpoints_total checkpoint_step straggler_threshold_ratio skipped_updates_total
 failed_checkpoints_total snapshot_interval_steps snapshot_away_interval_steps expected_lost_seconds_per_hour planners
-lookahead_steps planning_load_ratio eval_loss eval_perplexity eval_seconds source_loss source_tokens_total
-source_sequences_total reward reward_accuracy_ratio eval_reward_margin eval_reward_accuracy_ratio"""
+lookahead_steps planning_load_ratio plan_queue_depth eval_loss eval_perplexity eval_seconds source_loss
+source_tokens_total source_sequences_total reward reward_accuracy_ratio eval_reward_margin eval_reward_accuracy_ratio"""
 NOTHING = StepTimeline(step=0)
 
 
@@ -96,9 +96,10 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     exporter.observe_recovery("died", seconds=0.5)
     exporter.count("lost_steps_total", 1)
     exporter.count("resizes_total", direction="down")
-    for name in ("snapshot_seconds", "snapshot_interval_steps", "snapshot_away_interval_steps"):
+    exporter.set("expected_lost_seconds_per_hour", 0.1)
+    for name in ("planners", "plan_queue_depth", "lookahead_steps", "planning_load_ratio"):
         exporter.set(name, 0.1)
-    for name in ("expected_lost_seconds_per_hour", "planners", "lookahead_steps", "planning_load_ratio"):
+    for name in ("snapshot_seconds", "snapshot_interval_steps", "snapshot_away_interval_steps"):
         exporter.set(name, 0.1)
     exporter.set_speed(0, 0.75)
     samples = scrape(exporter.url)

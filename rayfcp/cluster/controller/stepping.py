@@ -287,6 +287,7 @@ class Stepper:
         lookahead = self.plans.lookahead
         self.journal.metrics.set("planners", lookahead.planners)
         self.journal.metrics.set("lookahead_steps", lookahead.steps)
+        self.journal.metrics.set("plan_queue_depth", self.plans.depth)
         if lookahead.load:
             self.journal.metrics.set("planning_load_ratio", lookahead.load)
         if changed:

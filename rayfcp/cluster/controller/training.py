@@ -15,10 +15,11 @@ from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.controller.stepping import NumberGuard, Stepper
 from rayfcp.cluster.dataset import Dataset, References
 from rayfcp.cluster.lock import hold
+from rayfcp.cluster.planning.actors import Planners
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
-from rayfcp.cluster.planning.queue import Planners, PlanQueue
+from rayfcp.cluster.planning.queue import PlanQueue
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.room import check_room

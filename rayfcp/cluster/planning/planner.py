@@ -1,7 +1,7 @@
 """The planner actor: from a global batch to checked programs, on a spare CPU; and the same for previews and reports."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from rayfcp.cluster.controller.observing import TimedGroups, own_seconds, timed_
 from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shards
 from rayfcp.cluster.workers.facts import kinds_of_stages, layers_of_stage, strategy_on
 from rayfcp.config import Config
+from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, device_model
 from rayfcp.cost.fit import measured_hardware
 from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flops, plan_batch
@@ -170,6 +171,54 @@ def sequences_of(batch: GlobalBatch, *, layer_kinds: LayerKinds = ()) -> tuple[S
         )
         for index, sample in enumerate(batch.samples)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """A batch that a `BatchPlanner` planned.
+
+    `plan_s`: seconds from sequences to plan; `prepare_s`: to programs that are checked and serialized too, if they are
+    asked for. `programs`: a reference of the `rayfcp.program.Programs` of all ranks, None without; they lie on the
+    planner's node, and are lost with it. `wait_s`: seconds that the caller waited.
+    """
+
+    plan: BatchPlan
+    plan_s: float
+    prepare_s: float
+    programs: Any = None
+    wait_s: float = 0.0
+
+
+class BatchPlanner:
+    """Actor that plans batches by what comes with each."""
+
+    def ready(self) -> None:
+        """Answers once the actor runs."""
+
+    def plan(
+        self,
+        sequences: Sequence[SequenceSpec],
+        cluster: ClusterSpec,
+        *,
+        cost: CostModel,
+        strategy: str,
+        options: PlanConfig | None,
+        lowering: Mapping[str, Any] | None,
+    ) -> Iterator[PlannedBatch | Programs | None]:
+        """Yield programs, None without `lowering`, the options of `lower`; then the plan.
+
+        Raises:
+            InfeasiblePlanError, ValueError: as `plan_batch`.
+        """
+        start_s = time.perf_counter()
+        plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy, options=options)
+        plan_s = time.perf_counter() - start_s
+        programs = None
+        if lowering is not None:
+            programs = lower(plan, sequences, **lowering)
+            check_progress(programs)
+        yield programs
+        yield PlannedBatch(plan=plan, plan_s=plan_s, prepare_s=time.perf_counter() - start_s)
 
 
 class Planner:

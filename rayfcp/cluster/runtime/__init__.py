@@ -48,6 +48,7 @@ class Role(StrEnum):
     WORKER = "worker"
     STORE = "store"
     PLANNER = "planner"
+    BATCH_PLANNER = "batch planner"
     DECODER = "decoder"
     READER = "reader"
 

@@ -52,6 +52,7 @@ _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
     Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
     Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 6}),
     Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
+    Role.BATCH_PLANNER: ("planning.planner", "BatchPlanner", {"num_cpus": 1}),
     Role.DECODER: (
         "planning.decoders",
         "Decoder",
