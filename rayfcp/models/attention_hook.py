@@ -43,6 +43,8 @@ def _attend(
         )
     context = context.of_kind(LayerKind(window=keywords.get("sliding_window") or 0))
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):  # norms and rotation leave queries and keys in a wider dtype
+        query, key, value = (each.to(torch.get_autocast_dtype(each.device.type)) for each in (query, key, value))
     return attention(query, key, value, context, scale=scaling).unsqueeze(0), None
 
 

@@ -77,7 +77,7 @@ def model_config(
         text.pad_token_id = None
     set_rope(found, config.rope, max_seqlen=max_seqlen)
     _set_head(found, config, is_reward=is_reward)
-    _check_runs(text)
+    check_runs(text)
     if found.model_type in VISION_FAMILIES:
         layer = getattr(found, "vision_feature_layer", -1)
         if layer != -1:
@@ -156,7 +156,11 @@ def _longer(text: Any, config: Config) -> str:
     return f", or set model.rope.factor={factor}"
 
 
-def _check_runs(found: PreTrainedConfig) -> None:
+def check_runs(found: PreTrainedConfig) -> None:
+    """
+    Raises:
+        ConfigError: The language model uses what we do not run, or does not state its shape (see `model_config`).
+    """
     check_layer_types(found)
     for name, why in _REFUSED.items():
         value = getattr(found, name, None)

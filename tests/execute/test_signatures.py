@@ -139,6 +139,7 @@ ELSEWHERE = {
     "_load_index": "numba",
     "_module_pass_manager": "numba",
     "_source_stamp": "numba",
+    "_attn_implementation": "transformers",
     "_init_weights": "transformers",
     "_keys_to_ignore_on_load_unexpected": "transformers",
     "_deepstack_process": "transformers",

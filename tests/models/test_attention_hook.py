@@ -57,6 +57,17 @@ def test_recomputed_layers_change_nothing_but_the_work(family: str) -> None:
     assert pairs == {layers: batch_pairs * (2 * NUM_LAYERS + layers) for layers in range(NUM_LAYERS + 1)}
 
 
+def test_attention_under_autocast_is_in_its_dtype() -> None:
+    """Norms of heads leave queries and keys in float32 beside values in bfloat16, which attention would refuse."""
+    model, context = random_model(library_config("qwen3"), dtype="float32", seed=1), context_of(LENGTHS)
+    with torch.no_grad():
+        want = loss_sum(model, rows_of(LENGTHS), context=context)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = loss_sum(model, rows_of(LENGTHS), context=context)
+    assert found != want
+    torch.testing.assert_close(found.float(), want, rtol=1e-2, atol=0.0)
+
+
 def test_losses_in_chunks_are_the_loss() -> None:
     """More tokens than have logits at a time."""
     model = random_model(library_config("qwen3"), dtype="float64", seed=1)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -136,24 +136,44 @@ def join_process_groups(
     channels = _members(position)
     for name, members in channels.items():
         is_control = name == "control"
-        where = torch.device(CPU.name) if is_control else device
         for devices in members:  # every device makes all groups in the same order, also those it is not part of
-            group = dist.new_group(
+            group = new_channel(
+                name,
                 devices,
+                device=torch.device(CPU.name) if is_control else device,
                 timeout=timedelta(seconds=CONTROL_TIMEOUT_S) if is_control else timeout,
-                backend=DEVICES[where.type].group_backend,
-                group_desc=name,
-                pg_options=backend_of(where).group_options(
-                    communication_sms=communication_sms, communicators=len(channels) - 1
-                ),
+                communicators=len(channels) - 1,
+                communication_sms=communication_sms,
             )
             if position.device in devices:
-                _warm(group, where, messages=name in POINT_TO_POINT)
                 made[name] = group
     seconds = time.perf_counter() - start_s
     groups = ProcessGroups(position=position, device=device, seconds=seconds, **made)
     logger.info("device %d: %s, %d process groups in %.3f s", position.device, position, len(groups.made), seconds)
     return groups
+
+
+def new_channel(
+    name: str,
+    devices: Sequence[int] | None = None,
+    *,
+    device: torch.device,
+    timeout: timedelta,
+    communicators: int,
+    communication_sms: int = 0,
+) -> dist.ProcessGroup:
+    """A group of `devices` (all if absent) for tensors on `device`, one of `communicators` there, with its connections
+    open. All devices of the default group must call it."""
+    group: dist.ProcessGroup = dist.new_group(
+        devices,
+        timeout=timeout,
+        backend=DEVICES[device.type].group_backend,
+        group_desc=name,
+        pg_options=backend_of(device).group_options(communication_sms=communication_sms, communicators=communicators),
+    )
+    if devices is None or dist.get_rank() in devices:
+        _warm(group, device, messages=name in POINT_TO_POINT)
+    return group
 
 
 def _members(position: MeshPosition) -> dict[str, list[list[int]]]:
