@@ -47,7 +47,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--data is given without --write-config, of which it is a part; give --write-config its path too"
         )
-    if arguments.write_config is not None or inputs.searched:
+    searches = arguments.write_config is not None or bool(inputs.searched)
+    if searches and inputs.constraints.bind:
+        raise ConfigError(
+            "--constraints is of another trainer, and layouts are searched for rayfcp train; drop it, or auto and "
+            "--write-config"
+        )
+    if searches:
         advisor = Advisor(inputs)
         with Progress(advisor.num_pairs) as progress:
             advice = advisor.advise(log=progress)

@@ -61,6 +61,15 @@ class HostConstraints(Section):
             return (*(power for power in powers if 2 * power <= num_ranks), num_ranks)
         return tuple(sorted({degree for degree in self.degrees if degree <= num_ranks}))
 
+    def each(self) -> dict[str, "HostConstraints"]:
+        """Every constraint alone, by key and value; aligned groups with their degrees, without which none exist."""
+        given = self.model_dump(exclude_defaults=True)
+        found = {}
+        for key, value in given.items():
+            alone = {key: value} | ({"degrees": self.degrees} if value == "aligned" else {})
+            found[f"{key}={str(value).lower()}"] = HostConstraints.model_validate(alone)
+        return found
+
     def least_microbatches(self, fewest: int) -> int:
         """The least permitted number of microbatches that is at least `fewest`; if none is, the largest."""
         if self.num_microbatches is not None:

@@ -32,7 +32,9 @@ def lower_bound(
     their own) there are no groups: t(k, d) is left out, and w(k) is the compute of k in one piece.
 
     With `constraints`, degrees d are the permitted ones, a group that holds k holds its unit, and the fewest
-    microbatches are the least permitted number of them.
+    microbatches are the least permitted number of them, n. Beside each, traffic of shards takes its time:
+    `CostModel.microbatch_s` is convex, so that n microbatches of equal shares of the work take the least, and what the
+    longest leaves is n - 1 microbatches of the fixed cost.
 
     S is the sum of the speeds s(r) of all N ranks, N where all are equally fast. What a rank computes takes it 1 / s(r)
     of the usual time: t(k, d) is that of the d fastest, and the fixed cost is N / S of the usual one beside the first
@@ -80,10 +82,16 @@ def lower_bound(
     fewest = constraints.least_microbatches(-(-num_tokens // (num_ranks * cluster.max_tokens_per_rank)))
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
     encoded_s, largest_s = _encoder_bound(sequences, cluster=cluster, cost=cost)
-    return max(
+    bounds = [
         shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s + encoded_s,
         alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s + largest_s,
-    )
+    ]
+    if constraints.bind:
+        mean_s = cost.microbatch_s(shared_s / fewest + fixed_s, last=False)
+        longest_s = cost.microbatch_s(alone_s + fastest_s, last=False)
+        rest_s = (fewest - 1) * cost.microbatch_s(fastest_s, last=False)
+        bounds += [fewest * mean_s + cost.reduce_exposed_s, longest_s + rest_s + cost.reduce_exposed_s]
+    return max(bounds)
 
 
 def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:

@@ -15,11 +15,8 @@ def broken_constraint(
 ) -> str | None:
     """The first constraint that is not kept, with the value and its bound; None if all are. Sequences of one unit must
     share a group whatever the constraints."""
-    count, multiple = len(microbatches), constraints.microbatch_multiple
-    if constraints.num_microbatches is not None and count != constraints.num_microbatches:
-        return f"{count} microbatches, num_microbatches is {constraints.num_microbatches}"
-    if count % multiple:
-        return f"{count} microbatches, microbatch_multiple is {multiple}"
+    if broken := _broken_by_count(len(microbatches), constraints=constraints):
+        return broken
     permitted = set(constraints.permitted(cluster.num_ranks))
     for number, microbatch in enumerate(microbatches):
         if microbatch.layout is not None:
@@ -31,6 +28,15 @@ def broken_constraint(
         if constraints.all_ranks and busy < cluster.num_ranks:
             return f"microbatch {number} has groups on {busy} of {cluster.num_ranks} ranks, all_ranks is on"
     return _torn_unit(microbatches, sequences)
+
+
+def _broken_by_count(count: int, *, constraints: HostConstraints) -> str | None:
+    multiple = constraints.microbatch_multiple
+    if count == 0:
+        return "sequences are sliced over pipeline stages, microbatches of groups are required"
+    if constraints.num_microbatches is not None and count != constraints.num_microbatches:
+        return f"{count} microbatches, num_microbatches is {constraints.num_microbatches}"
+    return f"{count} microbatches, microbatch_multiple is {multiple}" if count % multiple else None
 
 
 def _broken_by(group: Group, *, permitted: set[int], constraints: HostConstraints) -> str | None:
