@@ -235,14 +235,16 @@ def constraints_of(text: str) -> HostConstraints:
         name, settings = "", [name, *settings]
     elif name not in PRESETS:
         raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(PRESETS)}, or KEY=VALUE,...")
-    pairs = (setting.partition("=") for setting in settings)
+    given = PRESETS[name].model_dump() if name else {}
     try:
-        given = {key.strip(): read_yaml(value, source=key.strip()) for key, _, value in pairs}
-        return HostConstraints.model_validate((PRESETS[name].model_dump() if name else {}) | given)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        for key, _, value in (setting.partition("=") for setting in settings):
+            known = pick(key.strip(), HostConstraints.model_fields, what="constraint")
+            given[known] = read_yaml(value, source=known)
+        return HostConstraints.model_validate(given)
     except ValidationError as error:
         raise argparse.ArgumentTypeError(describe(error)) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:
