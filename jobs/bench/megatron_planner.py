@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", type=Path, required=True, help="checkout or bare clone of Megatron-LM")
     parser.add_argument("--ref", default="dev", help="branch or commit, for a bare clone")
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="none: only times of planning")
     parser.add_argument("--batches", type=int, default=7, help="of each family and number of ranks")
     parser.add_argument("--timed", type=int, default=200, help="batches of which planning is timed")
     parser.add_argument("--sequences-per-rank", type=int, default=8)

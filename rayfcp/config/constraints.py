@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rayfcp.config.section import Count, Section, as_numbers
 
+Placement = Literal["nodes", "contiguous", "aligned"]
+
 
 class HostConstraints(Section):
     """Constraints of the trainer that executes the plans, part of the search; the defaults constrain nothing.
@@ -22,7 +24,7 @@ class HostConstraints(Section):
     degrees: Annotated[Literal["any", "powers_of_two"] | tuple[Count, ...], BeforeValidator(as_numbers)] = Field(
         default="any", description="CP degrees that groups may have: any, powers_of_two, or a list"
     )
-    placement: Literal["nodes", "contiguous", "aligned"] = Field(
+    placement: Placement = Field(
         default="nodes",
         description="ranks of a group: as few nodes as possible, consecutive ranks, or consecutive ranks of which the "
         "first is a multiple of the degree",
