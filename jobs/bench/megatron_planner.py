@@ -16,21 +16,20 @@ and the least ratio of Megatron's time to ours, and our time over the lower boun
 """
 
 import argparse
-import ast
 import math
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from jobs.bench.constraints import FAMILIES, cases
+from jobs.bench.megatron_source import Rows, megatron_planner
 from rayfcp.config.constraints import PRESETS
 from rayfcp.config.models import AUTO_MOVES, PlanConfig
 from rayfcp.cost.kernels.group_time import Terms
@@ -50,65 +49,6 @@ LEVEL = 1e-4
 MEGATRON = PRESETS["megatron"]
 
 Sequences = Sequence[SequenceSpec]
-Rows = list[list[list[int]]]
-"""Ids by microbatch and rank."""
-
-
-def megatron_planner(source: Path, *, ref: str) -> Callable[..., Rows]:
-    """`plan(lengths by id, num_ranks=, max_tokens=)` by the functions of Megatron-LM's source."""
-    folder = "megatron/core/datasets"
-    names: dict[str, Any] = {}
-    for file, wanted in (("data_schedule_utils.py", UTILITIES), ("data_schedule.py", {"get_groups_and_subsamples"})):
-        tree = ast.parse(read_source(source, ref=ref, path=f"{folder}/{file}"))
-        kept = [node for node in _flat(tree.body) if _is_wanted(node, wanted)]
-        exec(compile(ast.Module(kept, []), file, "exec"), names)
-
-    def plan(lengths: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int) -> Rows:
-        scheduler = SimpleNamespace(
-            max_seq_len_per_rank=max_tokens,
-            total_hdp_gpus=num_ranks,
-            min_cp_size=1,
-            microbatch_group_size_per_vp_stage=None,
-        )
-        return names["get_groups_and_subsamples"](scheduler, list(lengths))  # type: ignore[no-any-return]
-
-    return plan
-
-
-UTILITIES = {
-    "next_hdp_group_packing_aware",
-    "align_sample_id_groups",
-    "dcp_gpus_needed",
-    "_DYNAMIC_CP_WORKLOAD_CAP_DELTA",
-}
-MODULES = ("typing", "math", "functools")
-
-
-def read_source(source: Path, *, ref: str, path: str) -> str:
-    """A file of a checkout, or of a branch or commit of a bare clone."""
-    if (source / path).is_file():
-        return (source / path).read_text()
-    found = subprocess.run(
-        ["git", "-C", str(source), "show", f"{ref}:{path}"], check=True, capture_output=True, text=True
-    )
-    return found.stdout
-
-
-def _flat(nodes: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module and of its planner of dynamic context parallelism."""
-    for node in nodes:
-        if isinstance(node, ast.ClassDef) and node.name == "DefaultDynamicCPScheduler":
-            yield from node.body
-        else:
-            yield node
-
-
-def _is_wanted(node: ast.stmt, names: set[str]) -> bool:
-    if isinstance(node, ast.ImportFrom):
-        return node.module in MODULES
-    if isinstance(node, ast.Assign):
-        return any(isinstance(target, ast.Name) and target.id in names for target in node.targets)
-    return isinstance(node, ast.FunctionDef) and node.name in names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,20 +127,22 @@ def main() -> None:
     args = _parser().parse_args()
     theirs = megatron_planner(args.megatron, ref=args.ref)
     found: dict[str, list[dict[str, float]]] = {}
-    failed = failed_first = 0
+    failed, failed_first = Counter[int](), Counter[int]()
     for ranks in args.ranks:
         for family in FAMILIES:
             for batch, cluster, cost in cases(family, ranks=ranks, batches=args.batches, seed=args.seed, args=args):
                 rows = their_rows(theirs, batch, cluster=cluster)
-                failed += not rows
-                failed_first += LIMITS[0] not in rows
+                failed[ranks] += not rows
+                failed_first[ranks] += LIMITS[0] not in rows
                 for judge in (Judge(name="our cost model", cost=cost, simulates=True), FLEXSP, SQUARES):
                     if rows:
                         found.setdefault(judge.name, []).append(_measure(judge, batch, cluster, rows=rows, args=args))
         sys.stderr.write(f"{ranks} ranks done\n")
     for name, measured in found.items():
         _print(name, measured)
-    sys.stdout.write(f"batches without a plan of Megatron's: {failed}, as configured {failed_first}\n")
+    for what, counts in (("at any limit", failed), ("as configured", failed_first)):
+        text = ", ".join(f"{count} on {ranks} ranks" for ranks, count in counts.items() if count)
+        sys.stdout.write(f"batches that Megatron's planner has no plan for {what}: {text or 0}\n")
     _print_times(theirs, args)
 
 
