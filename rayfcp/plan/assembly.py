@@ -129,8 +129,7 @@ def assemble(
     if placement == "nodes":
         ways = _by_node(ordered, loads, cluster=cluster, cost=cost, nodes=nodes)
     else:
-        ways = [_in_a_row(ordered, drafts=loads.drafts)]
-        ways += [_in_a_row_by_node(ordered, drafts=loads.drafts, nodes=nodes)] if placement == "contiguous" else []
+        ways = _consecutive(ordered, drafts=loads.drafts, nodes=nodes, aligned=placement == "aligned")
     priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
     idle_s = idle_passes_s(cost, cluster=cluster)
     timed = []
@@ -254,6 +253,14 @@ def _named(
             for number, held in zip(here, placed, strict=True):
                 ranks[number] = held
     return ranks
+
+
+def _consecutive(
+    ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft], nodes: Sequence[Sequence[int]], aligned: bool
+) -> list[list[tuple[int, ...]]]:
+    """Ranks of each draft, by its number, in each way to give groups consecutive ones."""
+    ways = [_in_a_row(ordered, drafts=drafts)]
+    return ways if aligned else [*ways, _in_a_row_by_node(ordered, drafts=drafts, nodes=nodes)]
 
 
 def _in_a_row(ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft]) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,9 @@ from rayfcp.cli import main
 from rayfcp.compare.arguments import constraints_of
 from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
+from rayfcp.compare.planning import OPTIONS, plan_lengths
 from rayfcp.config.constraints import PRESETS, HostConstraints
+from rayfcp.values import InfeasiblePlanError
 from tests.compare.cases import arguments, small
 
 PAIRED = HostConstraints(degrees="powers_of_two", microbatch_multiple=2)
@@ -88,3 +91,10 @@ def test_wrong_ones_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as left:
         main(arguments(tmp_path, constraints=text))
     assert left.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_pipelines_that_slice_sequences_do_not_keep_them() -> None:
+    given: dict[str, Any] = {"model": "llama3.2-1b", "hardware": "h100", "ranks": 4, "stages": 2, "memory_gib": 20.0}
+    options = OPTIONS.model_copy(update={"constraints": HostConstraints(degrees="powers_of_two")})
+    with pytest.raises(InfeasiblePlanError, match="sequence 0 is cut into slices, whole sequences are required"):
+        plan_lengths([60_000, 3_000, 2_000, 500], strategy="elastic-pipeline", options=options, **given)
