@@ -35,7 +35,7 @@ def results(
 
 def test_equal_for_any_lengths() -> None:
     """Compiled by torch's tracing and its derivatives; the generated code is the compiler's concern. Parts of layers
-    are traced a few times, however many layers there are and lengths come."""
+    are traced a few times, however many layers there are, and whatever lengths come, and how many."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     plain = random_model(library_config("qwen3"), dtype="float64", seed=0)
@@ -43,7 +43,7 @@ def test_equal_for_any_lengths() -> None:
     assert compile_parts(compiled, backend=counter) == NUM_LAYERS + 1
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
     counts = []
-    for lengths, recomputed in (((7, 6), 1), ((30, 1, 4), 1), ((90,), 1), ((3, 3), 2), ((17,), 1)):
+    for lengths, recomputed in (((7, 6), 1), ((30, 1, 4), 1), ((90,), 1), ((3, 3), 2), ((5, 1, 9, 2, 4), 1)):
         (want, right), (found, have) = (
             results(each, lengths, recomputed_layers=recomputed) for each in (plain, compiled)
         )
