@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
+from rayfcp.cluster.planning.capacity import as_run_on, cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import (
     BYTES,
     COMMAND,
@@ -262,8 +262,14 @@ class StartCosts:
 
     def guess(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
         """Analytic cost model."""
-        memory_bytes = device_memory(self._config, worker_group.facts)
-        return analytic_cost(self._config, self._model, device=self._device, cluster=cluster, memory_bytes=memory_bytes)
+        facts = worker_group.facts
+        return analytic_cost(
+            self._config,
+            as_run_on(facts, self._model),
+            device=self._device,
+            cluster=cluster,
+            memory_bytes=device_memory(self._config, facts),
+        )
 
     def measure(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
         """Cost model of `rayfcp profile` for the same model and ranks, else measured now, also after a resume, since
