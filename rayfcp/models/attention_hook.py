@@ -18,7 +18,7 @@ IMPLEMENTATION = "rayfcp"
 """Name under which the library finds our attention; it builds no mask for names that it does not know."""
 
 KEYWORD = "rayfcp_attention"
-"""Keyword argument of the model, its layers and their attention that carries the `AttentionContext`."""
+"""Keyword argument of the model, its layers and their attention that is `Carried`."""
 
 
 class Carried:
@@ -57,8 +57,10 @@ def _attend(
         )
     context = carried.context.of_kind(LayerKind(window=keywords.get("sliding_window") or 0))
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    if torch.is_autocast_enabled(query.device.type):  # norms and rotation leave queries and keys in a wider dtype
-        query, key, value = (each.to(torch.get_autocast_dtype(each.device.type)) for each in (query, key, value))
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)  # norms and rotation leave queries and keys in a wider one
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return attention(query, key, value, context, scale=scaling).unsqueeze(0), None
 
 

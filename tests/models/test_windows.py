@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.models.attention_hook import KEYWORD
+from rayfcp.models.attention_hook import KEYWORD, Carried
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import profile_of
 from rayfcp.models.layers import kinds_of_layers
@@ -73,7 +73,7 @@ def test_logits_and_gradients_of_packed_sequences_are_the_library_s(name: str) -
     want, theirs = own_logits(library(name), rows, ours.model.state_dict())
     context = context_of(LENGTHS, layer_kinds=count_kinds(kinds_of_layers(library(name))))
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    given: dict[str, Any] = {"position_ids": positions[None], "use_cache": False, KEYWORD: context}
+    given: dict[str, Any] = {"position_ids": positions[None], "use_cache": False, KEYWORD: Carried(context)}
     logits = ours.model(input_ids=torch.cat(rows)[None], **given).logits[0]
     torch.testing.assert_close(logits, torch.cat(want), **EXACT)
 

@@ -15,7 +15,7 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.parallel.groups import all_gather
 from rayfcp.execute.parallel.transport import Transport
-from rayfcp.models.attention_hook import KEYWORD
+from rayfcp.models.attention_hook import KEYWORD, Carried
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.program import Forward, Load, check_progress, lower
 from rayfcp.values import ClusterSpec, LayerKinds, SequenceSpec
@@ -118,7 +118,7 @@ class Microbatch:
             "labels": targets,
             "shift_labels": targets,
             "use_cache": False,
-            KEYWORD: AttentionContext.of(self.forward, transport=transport, kernel=kernel),
+            KEYWORD: Carried(AttentionContext.of(self.forward, transport=transport, kernel=kernel)),
         }
 
 

@@ -81,7 +81,7 @@ def _divided(problem: SearchProblem) -> bool:
 
 @inner_with_arrays
 def _divide(problem: SearchProblem, target: int) -> bool:
-    """Half of the groups of the slowest microbatch that has two sequences go to the empty one `target`."""
+    """Half of the groups of one microbatch (`_divisible`) go to the empty one `target`."""
     state, source = problem.state, _divisible(problem)
     if source < 0:
         return False
