@@ -1,11 +1,16 @@
 """Arguments of `rayfcp compare`, and their values. Nothing heavy is imported before they have been checked."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from rayfcp.config import ConfigError
+from rayfcp.config.constraints import PRESETS, UNCONSTRAINED, HostConstraints
+from rayfcp.config.loading import describe, read_yaml
 from rayfcp.cost.profiles import pick
 
 
@@ -51,7 +56,8 @@ class Inputs:
     trained. `keep_attention`: recomputed layers may keep their attention. None means `memory_gib` of the hardware, no
     fixed `max_tokens_per_rank`, and the best `recompute_layers`, `reduce_every` and (with stages) `gather_every` of
     each strategy. `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two
-    stages. `searched`: which of `stages` and `tensor_parallel`, here 1, are searched.
+    stages. `constraints`: of another trainer that executes the plans. `searched`: which of `stages` and
+    `tensor_parallel`, here 1, are searched.
     """
 
     lengths: str
@@ -72,6 +78,7 @@ class Inputs:
     gather_every: ReduceEvery | None = None
     packing: Packing = "joint"
     degrees: Degrees = "exact"
+    constraints: HostConstraints = UNCONSTRAINED
     strategies: tuple[str, ...] = ("all",)
     seed: int = 0
     searched: tuple[str, ...] = ()
@@ -80,7 +87,11 @@ class Inputs:
         """Return the fields by name, `auto` for what is searched and what each strategy chooses."""
         given = {name: getattr(self, name) for name in self.__slots__ if name != "searched"}
         chosen = [name for name in ("recompute_layers", "reduce_every", "gather_every") if given[name] is None]
-        return given | dict.fromkeys((*chosen, *self.searched), "auto") | {"strategies": list(self.strategies)}
+        given |= {
+            "strategies": list(self.strategies),
+            "constraints": self.constraints.model_dump(exclude_defaults=True),
+        }
+        return given | dict.fromkeys((*chosen, *self.searched), "auto")
 
 
 EXAMPLES = """\
@@ -192,6 +203,14 @@ def _add_planning_and_output(parser: argparse.ArgumentParser) -> None:
         default="exact",
         help="degrees of flex-ring: exact, or dp, the paper's dynamic program (default: exact)",
     )
+    stages.add_argument(
+        "--constraints",
+        type=constraints_of,
+        default=UNCONSTRAINED,
+        metavar="NAME|KEY=VALUE,...",
+        help=f"of another trainer that executes the plans: {', '.join(PRESETS)}, keys of plan.constraints, or a name "
+        "and keys that differ; shows what they cost (default: none)",
+    )
     advice = parser.add_argument_group("configuration of the best layout and strategy")
     advice.add_argument("--write-config", metavar="FILE", help="write a configuration for rayfcp train")
     advice.add_argument("--data", metavar="PATH", help="data of that configuration (default: a placeholder)")
@@ -203,6 +222,29 @@ def _add_planning_and_output(parser: argparse.ArgumentParser) -> None:
 def names_of(text: str) -> tuple[str, ...]:
     """Parse names that are separated by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def constraints_of(text: str) -> HostConstraints:
+    """Parse the name of a preset, keys with values, or a name followed by keys.
+
+    >>> constraints_of("megatron,microbatch_multiple=4").microbatch_multiple
+    4
+    """
+    name, *settings = re.split(r",(?=\s*\w+\s*=)", text)
+    if "=" in name:
+        name, settings = "", [name, *settings]
+    elif name not in PRESETS:
+        raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(PRESETS)}, or KEY=VALUE,...")
+    given = PRESETS[name].model_dump() if name else {}
+    try:
+        for key, _, value in (setting.partition("=") for setting in settings):
+            known = pick(key.strip(), HostConstraints.model_fields, what="constraint")
+            given[known] = read_yaml(value, source=known)
+        return HostConstraints.model_validate(given)
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(describe(error)) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:

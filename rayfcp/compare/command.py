@@ -47,7 +47,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--data is given without --write-config, of which it is a part; give --write-config its path too"
         )
-    if arguments.write_config is not None or inputs.searched:
+    searches = arguments.write_config is not None or bool(inputs.searched)
+    if searches and inputs.constraints.bind:
+        raise ConfigError(
+            "--constraints is of another trainer, and layouts are searched for rayfcp train; drop it, or auto and "
+            "--write-config"
+        )
+    if searches:
         advisor = Advisor(inputs)
         with Progress(advisor.num_pairs) as progress:
             advice = advisor.advise(log=progress)
@@ -56,10 +62,19 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.write_config is not None:
             write_output("--write-config", arguments.write_config, text=run_config_text(advice, data=arguments.data))
     else:
-        with Progress(1 + len(chosen(inputs.strategies)) * (1 + inputs.batches)) as progress:
+        with Progress(_pieces(inputs)) as progress:
             comparison = compare(inputs, log=progress)
         sys.stdout.write(f"{format_table(comparison)}\n")
         _write_results(arguments, comparison.as_json(), comparison=comparison)
+
+
+def _pieces(inputs: Inputs) -> int:
+    """Pieces of work that `compare` announces, about: constraints are priced for strategies of ours alone."""
+    from rayfcp.plan.strategies.registry import get
+
+    names, each = chosen(inputs.strategies), len(inputs.constraints.each())
+    variants = (1 + each if each > 1 else each) * sum(not get(name).is_baseline for name in names)
+    return 1 + len(names) * (1 + inputs.batches) + variants * (2 + inputs.batches)
 
 
 def inputs_of(arguments: argparse.Namespace) -> Inputs:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rayfcp.compare.arguments import Inputs, chosen, missing
@@ -21,11 +21,12 @@ from rayfcp.compare.results import (
 )
 from rayfcp.compare.settings import Setting, rank_profile, ranks_of, settings_of, stages_of
 from rayfcp.config import ConfigError
+from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.first import COMPILES, compiles_first
-from rayfcp.plan.strategies.registry import AUTO
+from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.program import Programs, lower
 from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
@@ -47,17 +48,30 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What constraints cost a strategy: `ratios` of its iteration times to `unconstrained_s`, that of its plans of the
+    same batches without constraints: of `all` constraints and, where these are several, of each alone. None where no
+    plan was found, or simulating it takes too much memory."""
+
+    strategy: str
+    unconstrained_s: float | None
+    ratios: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """All entries in the order of the strategies, and the simulated first batch of each feasible one.
 
-    `system`: name and iteration time of the fastest system that was searched too, the reference of speedups where no
-    baseline is among the entries.
+    `prices`: what constraints cost each strategy of ours that keeps them; none without constraints. `system`: name and
+    iteration time of the fastest system that was searched too, the reference of speedups where no baseline is among
+    the entries.
     """
 
     inputs: Inputs
     case: Case
     entries: tuple[Entry, ...]
     scenes: tuple[Scene, ...]
+    prices: tuple[Price, ...] = ()
     system: tuple[str, float] | None = None
 
     @property
@@ -79,6 +93,7 @@ class Comparison:
         return {
             "inputs": {**self.inputs.as_json(), "num_ranks": self.case.num_ranks},
             "results": [entry.as_json(best_baseline_s=best_s) for entry in self.entries],
+            **({"price": [asdict(price) for price in self.prices]} if self.prices else {}),
         }
 
 
@@ -104,7 +119,37 @@ def compare(
         entry, scene = min(found, key=lambda each: each[0].iteration_s or math.inf)
         entries.append(entry)
         scenes += [scene] if scene else []
-    return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
+    prices = [_price(entry, case=case, inputs=inputs, log=log) for entry in entries if _has_price(entry, case=case)]
+    return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes), prices=tuple(prices))
+
+
+def _has_price(entry: Entry, *, case: Case) -> bool:
+    return case.options.constraints.bind and entry.feasible and not get(entry.strategy).is_baseline
+
+
+def _price(entry: Entry, *, case: Case, inputs: Inputs, log: Log) -> Price:
+    """Plan the same batches without constraints, and with each of several alone."""
+
+    def seconds(constraints: HostConstraints) -> float | None:
+        options = case.options.model_copy(update={"constraints": constraints})
+        other, _ = _evaluated(
+            entry.strategy,
+            case=replace(case, options=options),
+            inputs=inputs,
+            num_stages=entry.num_stages,
+            log=log,
+            check=False,
+        )
+        return other.iteration_s
+
+    log(f"{entry.strategy}: without constraints")
+    free_s, found = seconds(UNCONSTRAINED), {"all": entry.iteration_s}
+    each = case.options.constraints.each()
+    for label, constraints in each.items() if len(each) > 1 else ():
+        log(f"{entry.strategy}: with {label} alone")
+        found[label] = seconds(constraints)
+    ratios = {label: each_s / free_s if each_s and free_s else None for label, each_s in found.items()}
+    return Price(strategy=entry.strategy, unconstrained_s=free_s, ratios=ratios)
 
 
 def model_of(inputs: Inputs) -> ModelProfile:
@@ -193,7 +238,7 @@ def evaluate(
             except ValueError as error:
                 raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
         placed_freely = any(microbatch.layout is not None for microbatch in plan.microbatches)
-        least_s = bound_s(batch, settings=settings, placed_freely=placed_freely)
+        least_s = bound_s(batch, settings=settings, placed_freely=placed_freely, constraints=case.options.constraints)
         measured, scene = measure(plan, batch, setting=setting, bound_s=least_s, plan_s=plan_s, programs=programs)
         figures.append(measured)
         scenes = scenes or [replace(scene, strategy=name)]

@@ -7,7 +7,7 @@ from html import escape
 from rayfcp.compare.comparison import Comparison
 from rayfcp.compare.lengths import lengths_of
 from rayfcp.compare.results import Entry, best_baseline
-from rayfcp.compare.table import columns, footnotes, ranked
+from rayfcp.compare.table import PRICE, columns, footnotes, price_rows, ranked
 from rayfcp.compare.timelines import HELP, degree_bands, scene_charts
 from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.page import Chart, figure, html_page, table
@@ -145,7 +145,7 @@ def render(comparison: Comparison, *, more: str = "") -> str:
         batches = [degree_bars(comparison), length_columns(lengths_of(comparison.case.batches))]
         parts += [
             f"<h2>Where the time goes</h2>{_stack([iteration_bars(comparison)])}",
-            f"<h2>All figures</h2>{_table(comparison)}",
+            f"<h2>All figures</h2>{_table(comparison)}{_prices(comparison)}",
             "<h2>One batch, rank by rank</h2><p>The first batch, one row per rank (of a stage). Parts of a microbatch "
             "are drawn one after the other; communication hidden by computation is not drawn. "
             f"{HELP}</p>{_stack(timelines)}",
@@ -195,10 +195,21 @@ def _subtitle(comparison: Comparison) -> str:
     ]
     facts += [f"{given.stages} pipeline stages for strategies with stages"] if given.stages > 1 else []
     facts += [f"{given.tensor_parallel} tensor-parallel devices"] if given.tensor_parallel > 1 else []
+    if given.constraints.bind:
+        facts.append(f"constraints {', '.join(given.constraints.each())}")
     if given.searched:
         sizes = {"stages": "pipeline stages", "tensor_parallel": "tensor-parallel devices"}
         facts.append(f"{' and '.join(sizes[name] for name in given.searched)} searched")
     return " · ".join(facts)
+
+
+def _prices(comparison: Comparison) -> str:
+    """A section on the price of constraints, nothing without them."""
+    if not comparison.prices:
+        return ""
+    heads, *rows = price_rows(comparison)
+    text = escape(f"{PRICE[:1].upper()}{PRICE[1:]}.")
+    return f'<h2>Price of the constraints</h2><div class="wide">{table(heads, rows)}</div><p class="note">{text}</p>'
 
 
 def _table(comparison: Comparison) -> str:

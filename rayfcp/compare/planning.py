@@ -8,6 +8,7 @@ from itertools import product
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.lengths import Batch, sequences_of_rows
 from rayfcp.compare.settings import Setting, settings_of
+from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
 from rayfcp.plan.pipeline.bound import pipeline_bound
@@ -23,7 +24,8 @@ WARM_UP_SEQUENCES = 8
 
 def options_of(inputs: Inputs) -> PlanConfig:
     """Return the planning options of all strategies."""
-    return OPTIONS.model_copy(update={"packing": inputs.packing, "degrees": inputs.degrees})
+    given = {"packing": inputs.packing, "degrees": inputs.degrees, "constraints": inputs.constraints}
+    return OPTIONS.model_copy(update=given)
 
 
 def plan_timed(
@@ -91,9 +93,15 @@ def best_prediction(
     return min(found, key=lambda each: each[0])
 
 
-def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: bool) -> float:
+def bound_s(
+    sequences: Batch,
+    *,
+    settings: Sequence[Setting],
+    placed_freely: bool,
+    constraints: HostConstraints = UNCONSTRAINED,
+) -> float:
     """Return the least lower bound over all settings and primitives; `placed_freely`: of plans that place blocks
-    themselves."""
+    themselves; `constraints`: of plans that keep them."""
     return min(
         pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
         if setting.cluster.num_stages > 1
@@ -103,6 +111,7 @@ def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: boo
             cost=setting.cost,
             primitives=tuple(Primitive),
             placed_freely=placed_freely,
+            constraints=constraints,
         )
         for setting in settings
     )

@@ -52,12 +52,31 @@ def format_table(comparison: Comparison) -> str:
         heads, texts = zip(*columns(comparison), strict=True)
         rows = [heads, *([text(entry) for text in texts] for entry in feasible)]
         lines += [*aligned(rows, left=(0, len(heads) - 2, len(heads) - 1)), "", *footnotes(comparison)]
+    if comparison.prices:
+        lines += ["", PRICE, *aligned(price_rows(comparison), left=(0,))]
     others = [entry for entry in comparison.entries if not entry.feasible]
     if others:
         width = max(len(entry.strategy) for entry in others)
         lines += ["", "not feasible:"] if lines else ["not feasible:"]
         lines += [f"  {entry.strategy:<{width}}  {entry.reason}" for entry in others]
     return "\n".join(lines)
+
+
+PRICE = "price of the constraints: iteration over that without them"
+
+
+def price_rows(comparison: Comparison) -> list[list[str]]:
+    """Heads, and a row per strategy that has a price."""
+    heads = ["strategy", "without", *comparison.prices[0].ratios]
+    rows = [
+        [
+            price.strategy,
+            "-" if price.unconstrained_s is None else seconds(price.unconstrained_s),
+            *("-" if ratio is None else f"{ratio:.3f}" for ratio in price.ratios.values()),
+        ]
+        for price in comparison.prices
+    ]
+    return [heads, *rows]
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:

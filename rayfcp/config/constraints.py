@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rayfcp.config.section import Count, Section, as_numbers
 
+Placement = Literal["nodes", "contiguous", "aligned"]
+
 
 class HostConstraints(Section):
     """Constraints of the trainer that executes the plans, part of the search; the defaults constrain nothing.
@@ -22,7 +24,7 @@ class HostConstraints(Section):
     degrees: Annotated[Literal["any", "powers_of_two"] | tuple[Count, ...], BeforeValidator(as_numbers)] = Field(
         default="any", description="CP degrees that groups may have: any, powers_of_two, or a list"
     )
-    placement: Literal["nodes", "contiguous", "aligned"] = Field(
+    placement: Placement = Field(
         default="nodes",
         description="ranks of a group: as few nodes as possible, consecutive ranks, or consecutive ranks of which the "
         "first is a multiple of the degree",
@@ -60,6 +62,15 @@ class HostConstraints(Section):
             powers = (1 << exponent for exponent in range(num_ranks.bit_length()))
             return (*(power for power in powers if 2 * power <= num_ranks), num_ranks)
         return tuple(sorted({degree for degree in self.degrees if degree <= num_ranks}))
+
+    def each(self) -> dict[str, "HostConstraints"]:
+        """Every constraint alone, by key and value; aligned groups with their degrees, without which none exist."""
+        given = self.model_dump(exclude_defaults=True)
+        found = {}
+        for key, value in given.items():
+            alone = {key: value} | ({"degrees": self.degrees} if value == "aligned" else {})
+            found[f"{key}={str(value).lower()}"] = HostConstraints.model_validate(alone)
+        return found
 
     def least_microbatches(self, fewest: int) -> int:
         """The least permitted number of microbatches that is at least `fewest`; if none is, the largest."""

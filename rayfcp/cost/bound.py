@@ -32,7 +32,8 @@ def lower_bound(
     their own) there are no groups: t(k, d) is left out, and w(k) is the compute of k in one piece.
 
     With `constraints`, degrees d are the permitted ones, a group that holds k holds its unit, and the fewest
-    microbatches are the least permitted number of them.
+    microbatches are the least permitted number of them, n. What a microbatch computes hides no more than its own
+    traffic of shards, which counts where n is large (5).
 
     S is the sum of the speeds s(r) of all N ranks, N where all are equally fast. What a rank computes takes it 1 / s(r)
     of the usual time: t(k, d) is that of the d fastest, and the fixed cost is N / S of the usual one beside the first
@@ -57,6 +58,9 @@ def lower_bound(
     (4) Images are encoded before the forward pass, backward after the backward pass of their microbatch, and every
     rank waits in each for all others, whose shards it gathers. So encoding (`_encoder_bound`) comes on top of (1) to
     (3): all of it in the mean over ranks, as in (1), and the largest image on one rank, as in (2).
+    (5) A microbatch in which ranks compute for y takes h(y) (`CostModel.microbatch_s`), which is convex and no less
+    than y + x. So n or more microbatches of (1), whose y sum to T, take n h(T / n) at least; and if one takes t(k, d) +
+    f, as in (2), the others take h(f) each.
 
     Raises:
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
@@ -80,10 +84,16 @@ def lower_bound(
     fewest = constraints.least_microbatches(-(-num_tokens // (num_ranks * cluster.max_tokens_per_rank)))
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
     encoded_s, largest_s = _encoder_bound(sequences, cluster=cluster, cost=cost)
-    return max(
+    bounds = [
         shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s + encoded_s,
         alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s + largest_s,
-    )
+    ]
+    if constraints.bind:
+        mean_s = cost.microbatch_s(shared_s / fewest + fixed_s, last=False)
+        longest_s = cost.microbatch_s(alone_s + fastest_s, last=False)
+        rest_s = (fewest - 1) * cost.microbatch_s(fastest_s, last=False)
+        bounds += [fewest * mean_s + cost.reduce_exposed_s, longest_s + rest_s + cost.reduce_exposed_s]
+    return max(bounds)
 
 
 def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.config.constraints import Placement
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import fastest_first, place_groups, ranks_of_nodes
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
@@ -112,22 +113,23 @@ def assemble(
     batch: Columns,
     cluster: ClusterSpec,
     cost: CostModel,
-    in_a_row: bool = False,
+    placement: Placement = "nodes",
 ) -> tuple[MicrobatchPlan, ...]:
     """Name the ranks, largest groups first, price the groups where they lie, and order the microbatches.
 
     Of the ranks of a node the fastest are named first; where speeds differ, the slowest groups of a node have the
     fastest of its ranks if that is better. The longest microbatch comes last, where the step's gradient
-    reduction hides behind it. The sum of `predicted_s` is the step's predicted time. With `in_a_row`, groups have
-    consecutive ranks from 0 on.
+    reduction hides behind it. The sum of `predicted_s` is the step's predicted time. With another `placement`
+    (`HostConstraints`), groups have consecutive ranks: the largest from 0 on, or node by node if that is better and
+    they need not be aligned.
     """
     loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
     ordered = _largest_first(microbatches, seconds=loads.alike_s(cost, nodes=nodes))
-    if in_a_row:
-        ways = [_in_a_row(ordered, drafts=loads.drafts)]
-    else:
+    if placement == "nodes":
         ways = _by_node(ordered, loads, cluster=cluster, cost=cost, nodes=nodes)
+    else:
+        ways = _consecutive(ordered, drafts=loads.drafts, nodes=nodes, aligned=placement == "aligned")
     priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
     idle_s = idle_passes_s(cost, cluster=cluster)
     timed = []
@@ -253,12 +255,37 @@ def _named(
     return ranks
 
 
+def _consecutive(
+    ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft], nodes: Sequence[Sequence[int]], aligned: bool
+) -> list[list[tuple[int, ...]]]:
+    """Ranks of each draft, by its number, in each way to give groups consecutive ones."""
+    ways = [_in_a_row(ordered, drafts=drafts)]
+    return ways if aligned else [*ways, _in_a_row_by_node(ordered, drafts=drafts, nodes=nodes)]
+
+
 def _in_a_row(ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft]) -> list[tuple[int, ...]]:
     """Ranks of each draft, by its number. Where each degree divides the larger ones, all groups are aligned."""
     ranks: list[tuple[int, ...]] = [()] * len(drafts)
     for numbers in ordered:
         first = 0
         for number in numbers:
+            ranks[number] = tuple(range(first, first + drafts[number].degree))
+            first += drafts[number].degree
+    return ranks
+
+
+def _in_a_row_by_node(
+    ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft], nodes: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Ranks of each draft, by its number, in the order of those that `_named` gives them. Where ranks are left over, a
+    group begins no earlier than these, so that what fits in a node lies in one."""
+    named = _named(ordered, drafts=drafts, nodes=nodes)
+    ranks: list[tuple[int, ...]] = [()] * len(drafts)
+    for numbers in ordered:
+        first, free = 0, sum(map(len, nodes)) - sum(drafts[number].degree for number in numbers)
+        for number in sorted(numbers, key=lambda number: min(named[number])):
+            skipped = min(max(min(named[number]) - first, 0), free)
+            first, free = first + skipped, free - skipped
             ranks[number] = tuple(range(first, first + drafts[number].degree))
             first += drafts[number].degree
     return ranks

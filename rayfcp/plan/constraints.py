@@ -13,13 +13,10 @@ def broken_constraint(
     cluster: ClusterSpec,
     constraints: HostConstraints,
 ) -> str | None:
-    """The first constraint that is not kept, with the value and its bound; None if all are. Sequences of one unit must
-    share a group whatever the constraints."""
-    count, multiple = len(microbatches), constraints.microbatch_multiple
-    if constraints.num_microbatches is not None and count != constraints.num_microbatches:
-        return f"{count} microbatches, num_microbatches is {constraints.num_microbatches}"
-    if count % multiple:
-        return f"{count} microbatches, microbatch_multiple is {multiple}"
+    """The first constraint that is not kept, with the value and its bound; None if all are. Sequences must be whole,
+    and those of one unit share a group, whatever the constraints."""
+    if broken := _broken_by_count(len(microbatches), constraints=constraints):
+        return broken
     permitted = set(constraints.permitted(cluster.num_ranks))
     for number, microbatch in enumerate(microbatches):
         if microbatch.layout is not None:
@@ -30,7 +27,14 @@ def broken_constraint(
         busy = sum(group.degree for group in microbatch.groups)
         if constraints.all_ranks and busy < cluster.num_ranks:
             return f"microbatch {number} has groups on {busy} of {cluster.num_ranks} ranks, all_ranks is on"
-    return _torn_unit(microbatches, sequences)
+    return _torn(microbatches, sequences)
+
+
+def _broken_by_count(count: int, *, constraints: HostConstraints) -> str | None:
+    multiple = constraints.microbatch_multiple
+    if constraints.num_microbatches is not None and count != constraints.num_microbatches:
+        return f"{count} microbatches, num_microbatches is {constraints.num_microbatches}"
+    return f"{count} microbatches, microbatch_multiple is {multiple}" if count % multiple else None
 
 
 def _broken_by(group: Group, *, permitted: set[int], constraints: HostConstraints) -> str | None:
@@ -43,14 +47,16 @@ def _broken_by(group: Group, *, permitted: set[int], constraints: HostConstraint
     return None
 
 
-def _torn_unit(microbatches: Sequence[MicrobatchPlan], sequences: Sequence[SequenceSpec]) -> str | None:
+def _torn(microbatches: Sequence[MicrobatchPlan], sequences: Sequence[SequenceSpec]) -> str | None:
     units = {sequence.id: sequence.unit for sequence in sequences if sequence.unit is not None}
-    if not units:
-        return None
     places: dict[int, tuple[int, int]] = {}
+    seen: set[int] = set()
     for number, microbatch in enumerate(microbatches):
         for at, group in enumerate(microbatch.groups):
             for sequence in group.sequences:
+                if sequence in seen:
+                    return f"sequence {sequence} is cut into slices, whole sequences are required"
+                seen.add(sequence)
                 if (unit := units.get(sequence)) is not None and places.setdefault(unit, (number, at)) != (number, at):
                     return f"sequences of unit {unit} are in several groups"
     return None

@@ -20,6 +20,7 @@ from rayfcp.plan.groups.kernels.search import even, fill_in_turn, improve, pack,
 from rayfcp.plan.groups.kernels.state import MOVES, GroupState, SearchProblem, copied, empty_state, load
 from rayfcp.plan.groups.two_stage import FIRST_FACTORS, Cuts
 from rayfcp.plan.moves import FIRST
+from rayfcp.values.arrays import Ints
 
 USUAL_SEQUENCES = 512  # a larger batch has more moves,
 GROWTH = 1.25  # by this power of its size
@@ -95,6 +96,8 @@ class SpaceSearch:
             self._keep(pack(problem, part=part))
         if counts[0] < SCARCER:
             self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
+        for part in self._cuts.apart():
+            self._pack_if_hopeful(part)
         if not self.lines:
             self._keep(fill_in_turn(problem, first=node))
         if self.lines:
@@ -125,12 +128,18 @@ class SpaceSearch:
         for part in self._cuts.hopeful():
             if tried >= sure and self.num_moves > FIRST_SHARE * self._size:
                 break
-            if self.lines and floor_s(self._problem, part) >= self.lines[0][0]:
+            if not self._pack_if_hopeful(part):
                 continue
             tried += 1
-            self._keep(pack(self._problem, part=part))
             if tried <= STAGED_CUTS:
                 self._keep(pack(self._problem, part=part, factors=FIRST_FACTORS))
+
+    def _pack_if_hopeful(self, part: Ints) -> bool:
+        """Whether the cut may be better than what was found; it is a start then."""
+        if self.lines and floor_s(self._problem, part) >= self.lines[0][0]:
+            return False
+        self._keep(pack(self._problem, part=part))
+        return True
 
     def _improve(self) -> None:
         """Local search from the best starts, then changes at random to the best of all."""

@@ -139,6 +139,7 @@ def problem_of(
             multiple=constraints.microbatch_multiple,
             exactly=constraints.num_microbatches or 0,
             all_ranks=constraints.all_ranks,
+            few_degrees=bool(permitted),
         ),
     )
 

@@ -11,13 +11,16 @@ import numpy.typing as npt
 
 from rayfcp.plan.groups.kernels.cut import best_fit, cut_by_length, cut_by_time, floor_s
 from rayfcp.plan.groups.kernels.search import pack
-from rayfcp.plan.groups.kernels.state import GroupState, Rule, SearchProblem, copied
+from rayfcp.plan.groups.kernels.state import GroupState, Rule, SearchBatch, SearchProblem, copied
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.values.arrays import Ints
 
 ROOMY = 0.95  # of the memory of all ranks: more in a microbatch can seldom be packed well
 
 ALIKE = 0.9  # of the longest: many such have no other size to fill up with
+
+APART = (1, 2, 4, 8)  # of the longest sequences
+APART_COUNTS = 2  # of microbatches for the others
 
 FIRST_COUNTS = 4  # of microbatches: more seldom help
 
@@ -64,6 +67,21 @@ class Cuts:
             cut = np.append(part, np.full(rest, last))
             if tokens[cut == last].sum() <= self.max_tokens:
                 yield cut
+
+    def apart(self) -> Iterator[Ints]:
+        """Where few degrees are permitted: the longest sequences in a microbatch of their own, which may have all
+        ranks, the others by time. Beside others, the longest have the next lower degree, which may be far lower."""
+        batch, size = self._problem.batch, len(self._problem.batch.tokens)
+        held = np.cumsum(batch.tokens)
+        for longest in APART if self._problem.rule.few_degrees else ():
+            if longest >= size or held[longest - 1] > self.max_tokens:
+                return
+            others = self._problem._replace(batch=SearchBatch(*(column[longest:] for column in batch)))
+            first = math.ceil((self.num_tokens - held[longest - 1]) / self.max_tokens)
+            for count in range(first, first + APART_COUNTS):
+                part = cut_by_time(others, count, self.max_tokens, math.inf)
+                if len(part):
+                    yield np.append(np.zeros(longest, np.int64), 1 + part)
 
     def of_count(self, count: int, *, max_tokens: float) -> Iterator[Ints]:
         """At most `count` microbatches by time, none if that does not fit. Where one sequence takes more than a

@@ -37,7 +37,7 @@ def propose(
         drafts = [[replace(draft, members=_members(draft, parts)) for draft in each] for each in drafts]
     else:
         drafts, reason = GroupPlanner(batch, cluster=cluster, cost=cost, options=options).run()
-    microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost, in_a_row=constraints.placement != "nodes")
+    microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost, placement=constraints.placement)
     return Proposal(microbatches=microbatches, reason=reason)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
+from rayfcp.plan.groups.kernels.fill import _unite
 from rayfcp.plan.groups.kernels.price import Prices, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, _keep_pace, place
 from rayfcp.plan.groups.kernels.state import (
@@ -155,7 +156,9 @@ def _covered(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
             if len(degrees) <= FEW_DEGREES and _exact(problem, microbatch, degrees):
                 break
             if not _split_largest(problem, microbatch) and not _borrowed(problem, microbatch, degrees[0]):
-                return False
+                if degrees[-1] < problem.prices.num_ranks:
+                    return False
+                _one_group(problem, microbatch)
     _keep_pace(problem, microbatch, 0)
     return bool(state.spare[microbatch] == 0)
 
@@ -221,6 +224,21 @@ def _exact(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
         _reprice(problem, groups[number])
     state.spare[microbatch] = 0
     return True
+
+
+@inner_with_arrays
+def _one_group(problem: SearchProblem, microbatch: int) -> None:
+    """All sequences of a microbatch share one group on all ranks."""
+    state, first = problem.state, -1
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] == microbatch:
+            if first < 0:
+                first = group
+            else:
+                _unite(problem, first, group)
+    state.degree[first] = problem.prices.num_ranks
+    state.spare[microbatch] = 0
+    _reprice(problem, first)
 
 
 @inner_with_arrays

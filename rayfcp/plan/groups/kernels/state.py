@@ -40,12 +40,14 @@ class GroupState(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Constraints beside degrees (`HostConstraints`): the number of microbatches is a multiple of `multiple`, and
-    `exactly` so many, 0 for any; with `all_ranks` no rank of a microbatch is left over."""
+    """Constraints (`HostConstraints`) beside the prices of degrees, of which only `few_degrees` may be permitted: the
+    number of microbatches is a multiple of `multiple`, and `exactly` so many, 0 for any; with `all_ranks` no rank of a
+    microbatch is left over."""
 
     multiple: int
     exactly: int
     all_ranks: bool
+    few_degrees: bool
 
 
 class SearchProblem(NamedTuple):
