@@ -11,6 +11,7 @@ from rayfcp.adapters.planning import HostPlanner, planner_for
 def allocate(
     values: Sequence[int],
     capacity: int,
+    *,
     min_groups: int | None = None,
     n_groups_divisor: int = 1,
     **settings: Any,

@@ -38,20 +38,10 @@ def pack(
     Raises:
         InfeasiblePlanError: A sequence longer than a bin, fewer sequences than bins, or no such bins.
     """
-    longest = max(range(len(lengths)), key=lambda each: lengths[each], default=None)
-    if longest is None:
+    if not lengths:
         return []
-    if lengths[longest] > capacity and not exceed:
-        raise InfeasiblePlanError(
-            f"sequence {longest} has {lengths[longest]} tokens, a bin holds at most {capacity}; cut it, or enlarge bins"
-        )
-    multiple = num_replicas * row_multiple
-    at_least = math.ceil(max(num_bins, 1) / multiple) * multiple
-    if len(lengths) < at_least:
-        raise InfeasiblePlanError(
-            f"there are {len(lengths)} sequences, must be at least {at_least} for bins of {num_replicas} replicas x "
-            f"{row_multiple} microbatches, or a multiple, none of which is empty; give more or use fewer replicas"
-        )
+    least_rows = math.ceil(max(num_bins, 1) / (num_replicas * row_multiple)) * row_multiple
+    _check(lengths, capacity=math.inf if exceed else capacity, num_bins=least_rows * num_replicas)
     per_rank = max(capacity // cp_size, 1)
     planned = [min(math.ceil(each / pad_to) * pad_to, per_rank * cp_size) for each in lengths]
 
@@ -69,11 +59,28 @@ def pack(
             ),
         )
 
-    found = plan(at_least // num_replicas if exactly else None)
-    if len(found.microbatches) * num_replicas < at_least:
+    found = plan(least_rows if exactly else None)
+    if len(found.microbatches) < least_rows:
         planner.forget()
-        found = plan(at_least // num_replicas)
+        found = plan(least_rows)
     return _in_order(found)
+
+
+def _check(lengths: Sequence[int], *, capacity: float, num_bins: int) -> None:
+    """
+    Raises:
+        InfeasiblePlanError: A sequence longer than a bin, or fewer sequences than bins.
+    """
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if lengths[longest] > capacity:
+        raise InfeasiblePlanError(
+            f"sequence {longest} has {lengths[longest]} tokens, a bin holds at most {capacity}; cut it, or enlarge bins"
+        )
+    if len(lengths) < num_bins:
+        raise InfeasiblePlanError(
+            f"there are {len(lengths)} sequences, must be at least {num_bins}, one a bin; give more sequences, or "
+            "use fewer replicas"
+        )
 
 
 def balanced(planner: HostPlanner, lengths: Sequence[int], *, capacity: int, num_bins: int, multiple: int = 1) -> Bins:

@@ -15,15 +15,8 @@ class FlexPacker(skyrl.FlexPacker):
     packer, which is derived from NeMo-RL's.
     """
 
-    def __init__(
-        self,
-        bin_capacity: int,
-        collect_metrics: bool = False,  # noqa: ARG002
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(bin_capacity, min_bin_count, bin_count_multiple, **settings)
+    def __init__(self, bin_capacity: int, *, collect_metrics: bool = False, **settings: Any) -> None:  # noqa: ARG002
+        super().__init__(bin_capacity, **settings)
 
 
 def install(batched_data_dict: Any, **settings: Any) -> HostPlanner:

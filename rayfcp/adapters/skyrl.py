@@ -20,9 +20,9 @@ class FlexPacker:
     def __init__(
         self,
         bin_capacity: int,
+        *,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
-        *,
         cp_size: int = 1,
         pad_to: int = 1,
         exceed: bool = False,

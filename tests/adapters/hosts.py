@@ -237,7 +237,7 @@ def areal_groups(number: int, planner: HostPlanner = PLANNER) -> list[list[int]]
     batch = bins_of(number)
     bound = batch.capacity if number % 2 else 10**12
     groups = batch.replicas if number % 2 == 0 else 1
-    found = areal.allocate(batch.lengths, bound, groups, batch.group, planner=planner)
+    found = areal.allocate(batch.lengths, bound, min_groups=groups, n_groups_divisor=batch.group, planner=planner)
     check_bins(found, batch.lengths, capacity=bound, multiple=batch.group)
     assert len(found) >= groups
     assert number % 2 or len(found) == math.ceil(groups / batch.group) * batch.group

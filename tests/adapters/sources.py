@@ -126,7 +126,7 @@ def _areal() -> Check:
 
     def check(number: int) -> None:
         batch = bins_of(number)
-        groups = seqpack.kk_allocate(batch.lengths, batch.capacity, 1, batch.group)
+        groups = seqpack.kk_allocate(batch.lengths, batch.capacity, min_groups=1, n_groups_divisor=batch.group)
         usual = host(batch.lengths, batch.capacity, 1, batch.group)
         assert len(groups) <= len(usual), "more groups than first fit"
 

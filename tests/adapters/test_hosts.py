@@ -135,7 +135,7 @@ def _rank_beyond_the_world() -> object:
     ("call", "words"),
     [
         (_too_long_for_megatron, "sequence 1 has 8192 tokens, 4 ranks hold at most 4096"),
-        (_too_few_for_stages, "microbatch_multiple=2"),
+        (_too_few_for_stages, "asks for 2 microbatches or more"),
         (_too_long_for_a_bin, "sequence 1 has 2048 tokens, a bin holds at most 1024"),
         (_too_few_for_bins, "there are 2 sequences, must be at least 4"),
         (_rank_beyond_the_world, "dp_rank is 2, must be below"),
