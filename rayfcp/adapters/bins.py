@@ -52,7 +52,7 @@ def pack(
             max_tokens_per_rank=per_rank,
             constraints=HostConstraints(
                 degrees=(cp_size,),
-                placement="contiguous",
+                placement="aligned",
                 all_ranks=True,
                 microbatch_multiple=row_multiple,
                 num_microbatches=num_rows,

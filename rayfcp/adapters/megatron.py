@@ -10,8 +10,10 @@ from functools import partialmethod
 from typing import Any, Protocol
 
 from rayfcp.adapters.planning import HostPlanner, planner_for
-from rayfcp.config.constraints import PRESETS, HostConstraints
+from rayfcp.config.constraints import PRESETS
 from rayfcp.values import BatchPlan
+
+MEGATRON = PRESETS["megatron"]
 
 Rows = list[list[list[int]]]
 """Ids of sequences by microbatch and DPxCP rank."""
@@ -67,11 +69,11 @@ class FlexScheduler:
         return [[[ids[at] for at in members] for members in row] for row in rows_of(plan)]
 
     def _plan(self, lengths: Sequence[int]) -> BatchPlan:
-        constraints = HostConstraints(
-            degrees=self._degrees(lengths),
-            placement="contiguous",  # largest first from rank 0, which aligns powers of two
-            all_ranks=True,
-            microbatch_multiple=self.microbatch_group_size_per_vp_stage or 1,
+        constraints = MEGATRON.model_copy(
+            update={
+                "degrees": self._degrees(lengths),
+                "microbatch_multiple": self.microbatch_group_size_per_vp_stage or 1,
+            }
         )
         padded, least = self._padded(lengths), 1
         while True:
@@ -95,13 +97,15 @@ class FlexScheduler:
         most = self.total_hdp_gpus * self.max_seq_len_per_rank
         return [max(each, min(-(-each // multiple) * multiple, most)) for each in lengths]
 
-    def _degrees(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Sizes of the groups that Megatron-LM has and that slice sequences evenly."""
-        ranks = self.total_hdp_gpus
-        degrees = [each for each in PRESETS["megatron"].permitted(ranks) if each >= self.min_cp_size]
+    def _degrees(self, lengths: Sequence[int]) -> tuple[int, ...] | str:
+        """Sizes of the groups that Megatron-LM has and that slice sequences evenly; where these are not all, those that
+        divide the ranks, of which any can be aligned side by side."""
+        ranks, permitted = self.total_hdp_gpus, MEGATRON.permitted(self.total_hdp_gpus)
+        degrees = tuple(each for each in permitted if each >= self.min_cp_size)
         if not any(each % (2 * ranks) for each in lengths):
-            degrees = [each for each in degrees if each == 1 or not any(length % (2 * each) for length in lengths)]
-        return tuple(degrees)
+            even = (each for each in degrees if each == 1 or not any(length % (2 * each) for length in lengths))
+            degrees = tuple(even)
+        return "powers_of_two" if degrees == permitted else tuple(each for each in degrees if ranks % each == 0)
 
 
 def rows_of(plan: BatchPlan) -> Rows:
