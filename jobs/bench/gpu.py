@@ -1,11 +1,11 @@
 """All that the GPUs of one node can prove and measure of rayfcp, without Ray; two runs of under ten minutes each:
 
     python jobs/bench/gpu.py --out first.json --limit-s 540 --sections conformance,one_rank,training
-    python jobs/bench/gpu.py --out second.json --limit-s 540 --sections attention,memory,profile,copies
+    python jobs/bench/gpu.py --out second.json --limit-s 560 --sections attention,memory,profile,copies
     python jobs/bench/gpu.py --out several.json --devices 2 --sections devices
     python jobs/bench/gpu.py --out tiny.json --tiny --device cpu
 
-conformance  kernels in bf16 and fp32 against fp64
+conformance  kernels, and merges of partial results, in bf16 and fp32 against fp64
 one_rank     what it costs that a plan drives attention, and whether the host ever waits
 training     tokens/s, MFU and memory of whole models, beside the transformers library alone
 attention    all ranks' attention of every strategy's plan on the one device, and the kernel by block length
@@ -43,16 +43,17 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[2]))  # where rayfcp is, installed or not
 
 SECONDS = {
-    "conformance": 15,
+    "conformance": 40,
     "one_rank": 30,
     "training": 400,
     "attention": 150,
-    "memory": 45,
-    "profile": 80,
-    "copies": 70,
+    "memory": 145,
+    "profile": 220,
+    "copies": 35,
     "devices": 120,
 }
-"""With the default models: `training` from what an H200 needed before it was cut off (2026-11-26), others estimated."""
+"""With the default models, as an H200 took; `training` from before it was cut off, `profile` with a quarter of its
+tokens (2026-11-28). `attention` and `devices` are estimated."""
 OF_MODELS = ("one_rank", "training", "memory", "profile")
 """Sections that take as long again for each model."""
 NAMES = tuple(SECONDS)
@@ -278,7 +279,7 @@ def _section(name: str, args: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(
             device=device, sizes=sizes, log=_log, keep=keep, stop_s=args.stop_s, num_devices=max(args.devices, 1)
         )
-        about |= {**_machine(device), "kernel": pick_kernel(device.type).name}
+        about |= {**_machine(device), "kernel": pick_kernel(device.type).name, "in_triton": _in_triton(device)}
         with one_thread(device):
             found = SECTIONS[name](bench)
         free_memory(device)
@@ -314,6 +315,15 @@ def _machine(device: Any) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "numba": importlib.metadata.version("numba"),
     }
+
+
+def _in_triton(device: Any) -> list[str]:
+    """Kernels that were compiled and agreed with torch's operators."""
+    from rayfcp.execute.devices.backend import backend_of
+
+    backend = backend_of(device)
+    kernels = {"merge": backend.merge_kernel(), "loss": backend.loss_kernel()}
+    return [name for name, kernel in kernels.items() if kernel]
 
 
 def _targets(sections: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from gpu_conformance import CASES, TINY, conform, kernels_of
 from gpu_devices import devices
+from gpu_merge import CASES as MERGES
+from gpu_merge import TIMED, TINY_TIMED, merge_seconds, merges
+from gpu_merge import TINY as TINY_MERGES
 from gpu_overhead import copier_of, overhead, time_beside
 from gpu_plain import fitting_tokens, predicted_bytes, train_steps
 from gpu_sizes import LITTLE, Bench, Found, attempts
@@ -30,21 +33,30 @@ MICROBATCHES = 2
 
 
 def conformance(bench: Bench) -> Found:
-    """Every kernel in the bench's dtype and in fp32 against fp64.
+    """Every kernel, and merges of partial results, in the bench's dtype and in fp32 against fp64.
 
     Raises:
         AssertionError: one is further from it than rounding explains.
     """
-    cases = TINY if bench.sizes is LITTLE else CASES
+    tiny, device, rounds = bench.sizes is LITTLE, bench.device, bench.sizes.rounds
+    dtypes = dict.fromkeys((bench.sizes.dtype, "float32"))
     found = [
-        conform(kernel, case, device=bench.device, dtype=dtype)
-        for kernel in kernels_of(bench.device)
-        for dtype in dict.fromkeys((bench.sizes.dtype, "float32"))
-        for case in cases
+        conform(kernel, case, device=device, dtype=dtype).as_json()
+        for kernel in kernels_of(device)
+        for dtype in dtypes
+        for case in (TINY if tiny else CASES)
     ]
-    wrong = [each.as_json() for each in found if not each.holds]
+    bench.keep({"cases": found})
+    merged = [row for dtype in dtypes for row in merges(TINY_MERGES if tiny else MERGES, device=device, dtype=dtype)]
+    timed = TINY_TIMED if tiny else TIMED
+    seconds = [merge_seconds(timed, device=device, dtype=dtype, rounds=rounds) for dtype in dtypes]
+    results = {"cases": found, "merges": merged, "merge_seconds": seconds}
+    bench.keep(results)
+    wrong = [each for each in found if not each["holds"]] + [
+        each for each in merged if not each["found"] < each["bound"]
+    ]
     assert not wrong, wrong
-    return {"cases": [each.as_json() for each in found]}
+    return results
 
 
 def attention(bench: Bench) -> Found:
@@ -114,14 +126,17 @@ def _default(row: Found) -> Found:
 
 def memory(bench: Bench) -> Found:
     """Peaks of steps of two microbatches, the second with gradients of the first, beside the memory model's, with
-    no, half and all layers recomputed, each of as many tokens as fit by it, up to the bench's."""
+    no, half and all layers recomputed, each of as many tokens as fit by it, up to the bench's; as layers are, and
+    compiled where the device compiles them."""
     rows: list[Found] = []
-    for name in bench.sizes.models:
-        config = bench.config(name)
+    kinds = ("false", "auto") if backend_of(bench.device).info.compiles else ("false",)
+    for name, kind in itertools.product(bench.sizes.models, kinds):
+        config = bench.config(name, train__compile=kind)
         _, model = model_of(config)
         works = []
         for layers in (0, model.num_layers // 2, model.num_layers):
-            row: Found = {"model": model.name, "recomputed": layers, "num_tokens": _tokens(bench, model, layers)}
+            row: Found = {"model": model.name, "recomputed": layers, "compiled": kind == "auto"}
+            row["num_tokens"] = _tokens(bench, model, layers)
             rows.append(row)
             if row["num_tokens"] < 1:
                 row["left_out"] = "states and one token need more than the device has"
@@ -135,9 +150,13 @@ def memory(bench: Bench) -> Found:
         ]
         for (row, _), found in zip(works, attempts(made, tried, device=bench.device), strict=True):
             row.update(found)
-            bench.keep({"rows": rows})
+            bench.keep(_remembered(rows))
+    return _remembered(rows)
+
+
+def _remembered(rows: Sequence[Found]) -> Found:
     targets = {
-        f"{row['model']}, {row['recomputed']} recomputed: predicted over peak": {
+        f"{row['model']}{', compiled' * row['compiled']}, {row['recomputed']} recomputed: predicted over peak": {
             "found": row["predicted_over_peak"],
             "at_least": 0.95,
             "at_most": 1.05,
@@ -145,7 +164,7 @@ def memory(bench: Bench) -> Found:
         for row in rows
         if row.get("predicted_over_peak")
     }
-    return {"rows": rows, "targets": targets, **_failures(rows)}
+    return {"rows": list(rows), "targets": targets, **_failures(rows)}
 
 
 def _tokens(bench: Bench, model: ModelProfile, layers: int) -> int:
@@ -166,7 +185,8 @@ def _peak(bench: Bench, rank: Alone, *, row: Found, rows: range) -> Found:
     predicted = predicted_bytes(rank.model, num_tokens=tokens, recomputed_layers=layers, dtype=dtype)
     steps = train_steps(rank, rows, recomputed_layers=layers, steps=1, num_microbatches=MICROBATCHES)
     peak = steps.peak_bytes
-    return {"peak_bytes": peak, "predicted_bytes": predicted, "predicted_over_peak": predicted / peak if peak else None}
+    found: Found = {"compiled": rank.model.compiled, "peak_bytes": peak, "predicted_bytes": predicted}
+    return found | {"predicted_over_peak": predicted / peak if peak else None}
 
 
 def profile(bench: Bench) -> Found:

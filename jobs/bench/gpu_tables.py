@@ -110,6 +110,29 @@ def _conformance(section: dict[str, Any]) -> Iterator[str]:
         worst.setdefault((case["kernel"], case["dtype"]), [case["bound"]]).append(max(case["errors"].values()))
     rows = [(kernel, dtype, len(all_) - 1, max(all_[1:]), all_[0]) for (kernel, dtype), all_ in worst.items()]
     yield from table(("kernel", "dtype", "cases", "largest error", "bound"), rows)
+    rows = [
+        (
+            f"{each['num_parts']} x {each['num_tokens']} tokens, {each['heads']} x {each['head_dim']}",
+            each["dtype"],
+            "yes" if each["fused"] else "no",
+            each["num_cuts"],
+            *(f"{each[name]:.2g}" for name in ("found", "by_operators", "bound")),
+        )
+        for each in section.get("merges", ())
+    ]
+    columns = ("merged results", "dtype", "fused", "cuts", "largest error", "of operators on a CPU", "bound")
+    yield from table(columns, rows)
+    yield from _merge_seconds(section)
+
+
+def _merge_seconds(section: dict[str, Any]) -> Iterator[str]:
+    rows = []
+    for each in section.get("merge_seconds", ()):
+        name = f"{each['num_tokens']} tokens, {each['heads']} x {each['head_dim']}"
+        for way, seconds in each["seconds"].items():
+            if seconds is not None:
+                rows.append((name, each["dtype"], way, _ms(seconds), f"{each['num_bytes'] / seconds / 1e9:,.0f} GB/s"))
+    yield from table(("merged with as many", "dtype", "way", "time", "least bytes moved"), rows)
 
 
 def _one_rank(section: dict[str, Any]) -> Iterator[str]:
@@ -171,8 +194,9 @@ def _memory(section: dict[str, Any]) -> Iterator[str]:
         over = row.get("predicted_over_peak")
         figures = [_gib(row.get("predicted_bytes")), _gib(row.get("peak_bytes")), _percent(over)]
         told = row.get("error") or row.get("left_out") or ""
-        rows.append((row["model"], row["num_tokens"], row["recomputed"], *figures, told))
-    columns = ("model", "tokens", "recomputed layers", "predicted", "peak", "predicted over peak", "")
+        layers = "compiled" if row.get("compiled") else "eager"
+        rows.append((row["model"], row["num_tokens"], layers, row["recomputed"], *figures, told))
+    columns = ("model", "tokens", "layers", "recomputed layers", "predicted", "peak", "predicted over peak", "")
     yield from table(columns, rows)
 
 

@@ -87,7 +87,7 @@ def compared(bench: Bench, name: str, *, keep: Callable[[Sequence[Found]], objec
     setting = _Setting(bench=bench, config=config, library=library, model=model, peak=peak)
     ours = [partial(_ours, setting, row=row, pack=pack) for row, pack in packs]
     kinds = {"ours": config}
-    if backend_of(bench.device).compiles:
+    if backend_of(bench.device).info.compiles:
         kinds["compiled"] = bench.config(name, train__compile="auto")
     for kind, each in kinds.items():
         made = partial(alone, each, device=bench.device, lengths=every)

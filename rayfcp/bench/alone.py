@@ -121,6 +121,7 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
     torch.set_num_threads(config.train.threads_per_worker)
     kernel = pick_kernel(device.type, sm_margin=config.cluster.communication_sms)
     compiled = runs_compiled(config, vocab_size=model.vocab_size, device=device, kernel=kernel)
+    model = replace(model, compiled=compiled)
     with TemporaryDirectory() as folder:
         random_shards(Path(folder), lengths, vocab_size=model.vocab_size, seed=config.run.seed)
         engine = RankEngine(config, device=device, data_dir=str(Path(folder) / "shards"))
@@ -176,13 +177,14 @@ def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_token
     device = resolve_device(kind)
     log(f"one device alone: {device_name(device)}")
     backend = backend_of(device)
-    facts = DeviceFacts(
-        node_id="here",
-        device=device.type,
-        memory_bytes=backend.total_memory_bytes(device),
-        peak_flops=backend.peak_flops(device),
-    )
     with alone(config, device=device) as rank:
+        facts = DeviceFacts(
+            node_id="here",
+            device=device.type,
+            memory_bytes=backend.total_memory_bytes(device),
+            peak_flops=backend.peak_flops(device),
+            compiles=rank.model.compiled,
+        )
         timed = TimedRanks(
             facts=(facts,),
             base=base_hardware(device),

@@ -450,6 +450,12 @@ class Config(Section):
     def run_dir(self) -> str:
         return self.run.dir or f"runs/{self.run.name}"
 
+    def compiles_layers(self, *, by_default: bool) -> bool:
+        """Whether layers are to be compiled on devices that do so `by_default` or not."""
+        if self.train.compile != "auto":
+            return self.train.compile
+        return by_default and self.cluster.tensor_parallel == 1 and self.model.lora.quantize is None
+
     def changed(self, **sections: Mapping[str, Any]) -> "Config":
         """Return a copy with other values of some keys, e.g. `changed(train={"steps": 3})`, checked again.
 

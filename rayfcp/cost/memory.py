@@ -327,7 +327,7 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
         exchanged=keeps * (2 * out + kv),
         kv=kv,
         kv_gradients=gradients,
-        head=(FP32_BYTES + (1 + (model.adapter is None)) * e) * model.hidden_size,
+        head=_norm_bytes(model, bytes_per_element=e) * model.hidden_size,
         working=e * (2 * model.active_ffn_size + routed),
         buffers=2 * (kv + gradients),
     )
@@ -375,13 +375,31 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F. With experts F is the sum over
     those of a token, and each of these keeps its input and its output beside, the router fp32 shares of all E.
     Beside adapters norms are frozen, and normalised inputs are not kept; adapters keep what `AdapterProfile` says.
+
+    A compiled layer saves inputs and outputs of matrix products, and computes what lies between again: norms keep
+    their input in e bytes and their output, 2 (2e) h, those of heads their input alone, e (H + H_kv) D, and the MLP no
+    activated gate, 3 e F. With experts norms alone are compiled, those of heads are not. Beside adapters layers are
+    counted as if they were not compiled.
     """
-    e, trained = bytes_per_element, model.adapter is None
-    norms = 2 * (FP32_BYTES + (1 + trained) * e) * model.hidden_size
+    e, trained, fused = bytes_per_element, model.adapter is None, _is_fused(model)
+    whole = fused and not model.has_experts
+    norms = 2 * _norm_bytes(model, bytes_per_element=e) * model.hidden_size
     attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
     if model.head_norms:
-        attention += (FP32_BYTES + trained * e) * (model.num_heads + model.num_kv_heads) * model.head_dim
-    mlp = 4 * e * model.active_ffn_size
+        each = e if whole else FP32_BYTES + trained * e
+        attention += each * (model.num_heads + model.num_kv_heads) * model.head_dim
+    mlp = (3 if whole else 4) * e * model.active_ffn_size
     if model.has_experts:
         mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
     return norms + attention + mlp + (e * model.adapter.token_elements if model.adapter else 0)
+
+
+def _norm_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes per element that a norm between layers keeps, see `layer_token_bytes`."""
+    if _is_fused(model):
+        return 2 * bytes_per_element
+    return FP32_BYTES + (1 + (model.adapter is None)) * bytes_per_element
+
+
+def _is_fused(model: ModelProfile) -> bool:
+    return model.compiled and model.adapter is None

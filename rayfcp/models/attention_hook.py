@@ -21,6 +21,20 @@ KEYWORD = "rayfcp_attention"
 """Keyword argument of the model, its layers and their attention that carries the `AttentionContext`."""
 
 
+class Carried:
+    """An `AttentionContext` on its way through the library's modules.
+
+    No dataclass: of these torch looks at each field, down to the lengths of all sequences. FSDP2 searches them for
+    tensors in every call of a layer (torch 2.13), and compiled code is for one value of a frozen one, so that layers
+    were compiled anew for each number of sequences and soon not at all (torch 2.11).
+    """
+
+    __slots__ = ("context",)
+
+    def __init__(self, context: AttentionContext) -> None:
+        self.context = context
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -32,8 +46,8 @@ def _attend(
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out, as the library defines it."""
-    context: AttentionContext | None = keywords.get(KEYWORD)
-    if context is None:
+    carried: Carried | None = keywords.get(KEYWORD)
+    if carried is None:
         raise ValueError(
             f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
         )
@@ -41,7 +55,7 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__}: softcap={keywords['softcap']} is not supported; use a model without it"
         )
-    context = context.of_kind(LayerKind(window=keywords.get("sliding_window") or 0))
+    context = carried.context.of_kind(LayerKind(window=keywords.get("sliding_window") or 0))
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # norms and rotation leave queries and keys in a wider dtype
         query, key, value = (each.to(torch.get_autocast_dtype(each.device.type)) for each in (query, key, value))
@@ -72,12 +86,13 @@ def compile_around_attention(layer: nn.Module, *, backend: str) -> None:
 
 
 def _forward(original: Any, index: int, number: int, *args: Any, **keywords: Any) -> Any:
-    context: AttentionContext | None = keywords.get(KEYWORD)
-    if context is None:
+    carried: Carried | None = keywords.get(KEYWORD)
+    if carried is None:
         return original(*args, **keywords)
+    context = carried.context
     recomputed = index < context.recomputed_layers
     kept = KeptResults() if recomputed and context.keeps_attention else None
-    keywords[KEYWORD] = replace(context, layer=number, recomputed=recomputed, kept=kept)
+    keywords[KEYWORD] = Carried(replace(context, layer=number, recomputed=recomputed, kept=kept))
     if not recomputed:
         return original(*args, **keywords)
     return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **keywords)

@@ -19,7 +19,7 @@ from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.losses.base import Targets, wide
 from rayfcp.execute.parallel.sharding import StageModule
-from rayfcp.models.attention_hook import KEYWORD, follow_context
+from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, head_of, is_tied
 
 if TYPE_CHECKING:
@@ -172,7 +172,8 @@ class CausalLM(StageModule):
             placed: Image features in place of the embeddings of their tokens.
         """
         given = self._decoder_inputs(inputs, placed)
-        output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False, **{KEYWORD: attention})
+        given[KEYWORD] = Carried(attention)
+        output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False)
         hidden: Tensor = output.last_hidden_state
         if not self.stage.is_last:
             return hidden

@@ -47,11 +47,7 @@ def runs_compiled(
     Raises:
         ConfigError: `train.compile` is true, and the compiler fails or its code differs.
     """
-    choice = config.train.compile
-    if choice == "auto":
-        choice = backend_of(device).compiles and config.cluster.tensor_parallel == 1
-        choice = choice and config.model.lora.quantize is None
-    if not choice:
+    if not config.compiles_layers(by_default=backend_of(device).info.compiles):
         return False
     library = configured_model(config, vocab_size=vocab_size)
     lora = config.model.lora

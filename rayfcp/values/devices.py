@@ -47,6 +47,8 @@ class DeviceInfo:
     """Set in worker processes before torch is imported, unless the user has set them."""
     visible_devices: str = ""
     """Environment variable with the devices that a process sees, which each worker sets to its own one."""
+    compiles: bool = False
+    """Layers are compiled where `train.compile` is auto."""
     single_message_per_peer: bool = False
     """A batch of point-to-point messages may hold one to and one from each peer."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
@@ -111,6 +113,7 @@ CUDA = DeviceInfo(
         Setting("PYTORCH_ALLOC_CONF", "expandable_segments:True", "batches of many lengths would fragment memory"),
     ),
     visible_devices="CUDA_VISIBLE_DEVICES",
+    compiles=True,
     peak_flops={  # without a suffix: the SXM module
         "B200": 2250e12,
         "H200": 989e12,

@@ -84,7 +84,8 @@ class ModelProfile:
     trained in place of the model's own weights; parameters and FLOPs include it.
 
     `kind_of_layer`: the kind of each layer; empty where all have full attention. `keeps_attention`: recomputed layers
-    keep the output and the logsumexp of attention, so that its forward pass is not repeated.
+    keep the output and the logsumexp of attention, so that its forward pass is not repeated. `compiled`: layers are
+    compiled around their attention (`train.compile`), and save less for the backward pass.
 
     `num_outputs`: of the head; the vocabulary if None.
     """
@@ -105,6 +106,7 @@ class ModelProfile:
     kind_of_layer: tuple[LayerKind, ...] = ()
     vision: VisionProfile | None = None
     keeps_attention: bool = False
+    compiled: bool = False
     adapter: AdapterProfile | None = None
     num_outputs: int | None = None
 

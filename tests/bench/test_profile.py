@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from rayfcp.bench.alone import random_shards
 from rayfcp.cli import main
+from rayfcp.cluster.planning.costs import TimedRanks, profile_ranks
 from rayfcp.cluster.planning.measured import read_cost
+from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.config import config_of_keys
+from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.data import TokenReader, read_manifest
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import Sample
@@ -87,3 +92,35 @@ def test_random_rows_are_of_their_lengths_and_words(
         tokens, targets = reader.read(sample, start=0, stop=length)
         assert len(tokens) == length and tokens.min() >= 0 and tokens.max() < vocab_size
         assert np.array_equal(targets[:-1], tokens[1:])
+
+
+@pytest.mark.parametrize("host_s", [0.0, 0.26])
+def test_passes_that_wait_for_the_host_are_no_profile(host_s: float, tmp_path: Path) -> None:
+    """As the passes of one H200 did up to 8K tokens of this model, where the device was done before the host."""
+    model = model_profile("qwen3-1.7b")
+    hardware = hardware_profile("h200")
+    cost = CostModel.from_profiles(model, hardware, num_ranks=1, bytes_per_element=2, reduce_every="step")
+
+    def passes(shapes: Sequence[PassShape]) -> list[list[Timing]]:
+        pairs = [(each, float(cost.group_s(each.num_pairs, each.num_tokens, degree=1))) for each in shapes]
+        return [
+            [
+                Timing(degree=1, num_tokens=each.num_tokens, num_pairs=each.num_pairs, seconds=max(host_s, seconds))
+                for each, seconds in pairs
+            ]
+        ]
+
+    parts = PartTimings(attention_s=((64, 1e-4), (256, 2e-4)), linear_s=((64, 1e-4),), message_s=(), gather_s=())
+    facts = DeviceFacts(node_id="a", device="cuda", memory_bytes=hardware.memory_bytes, peak_flops=hardware.peak_flops)
+    timed = TimedRanks(
+        facts=(facts,),
+        base="h200",
+        parts=lambda *_, **__: parts,
+        passes=passes,
+        peak_flops=lambda: hardware.peak_flops,
+    )
+    said: list[str] = []
+    config = config_of_keys(["model.dtype=bfloat16", "model.name=qwen3-1.7b"])
+    profile_ranks(config, timed, model=model, out_dir=str(tmp_path), rounds=1, max_tokens=8192, log=said.append)
+    told = [line for line in said if "more than its peak (989)" in line]
+    assert bool(told) is (host_s > 0), said

@@ -57,6 +57,18 @@ def test_the_configuration_comes_first() -> None:
     assert device_memory(config_of(memory_gib=2.5), facts_of("a", "a")) == int(2.5 * GIB)
 
 
+def test_compiled_layers_leave_room_for_more_tokens() -> None:
+    """As few devices as one that does not compile count for all."""
+    config = config_of(model={"dtype": "bfloat16"})
+    compiling = [dataclasses.replace(each, compiles=True) for each in facts_of("a", "a", device="cuda", gib=80)]
+    other = facts_of("a", device="cuda", gib=80)
+    all_, mixed, none = (
+        cluster_spec(config, MODEL, facts=facts, generation=0).max_tokens_per_rank
+        for facts in (compiling, [compiling[0], *other], other * 2)
+    )
+    assert mixed == none and 1.5 < all_ / none < 1.65
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     num_devices=st.integers(1, 64),
@@ -192,8 +204,10 @@ def test_parameters_that_stay_gathered_take_room() -> None:
 
 def test_the_bound_before_anything_starts_is_that_of_all_workers() -> None:
     assert configured_bound(config_of(), MODEL) is None
-    config = config_of(memory_gib=48.0, workers=[2, 8])
-    assert configured_bound(config, MODEL) == tokens_that_fit(config, MODEL, num_ranks=8, memory_bytes=48 * GIB)
+    for choice in ("auto", False):  # devices that are not known yet may compile
+        config, model = config_of(memory_gib=48.0, workers=[2, 8], train={"compile": choice}), MODEL
+        model = dataclasses.replace(model, compiled=choice == "auto")
+        assert configured_bound(config, MODEL) == tokens_that_fit(config, model, num_ranks=8, memory_bytes=48 * GIB)
     with pytest.raises(InfeasiblePlanError):
         configured_bound(config_of(memory_gib=0.0001), MODEL)
 

@@ -29,6 +29,7 @@ def figures(kind: type[ModelProfile] | type[HardwareProfile] | type[VisionProfil
         "vision",
         "frozen",
         "keeps_attention",
+        "compiled",
         "adapter",
         "num_outputs",
     }

@@ -241,6 +241,8 @@ def sections(at: Accelerator) -> Found:
         make(initializer, model, seed=seed)
 
     Initializer.__init__ = on_host  # a module of fake tensors cannot be converted back to the meta device
+    backend = backend_of(at.device)
+    backend.info = dataclasses.replace(backend.info, compiles=False)  # generated code needs memory
     little = dataclasses.replace(sizes.LITTLE, dtype="bfloat16")
     bench = sizes.Bench(device=at.device, sizes=little, log=lambda _: None)
     found = {name: gpu_sections.SECTIONS[name](bench) for name in ("one_rank", "memory")}

@@ -114,7 +114,12 @@ def test_all_sections_run_without_other_packages(scripts: Any, whole: Any) -> No
     assert not whole["left_out"]
     for each in whole["sections"].values():
         assert not each["ray_imported"] and each["machine"]["kernel"] == pick_kernel("cpu").name and each["wall_s"] > 0
-    assert all(case["holds"] for case in whole["sections"]["conformance"]["cases"])
+    found = whole["sections"]["conformance"]
+    assert all(case["holds"] for case in found["cases"])
+    assert [(row["num_parts"], row["num_cuts"]) for row in found["merges"]] == [(3, 5), (5, 1)]
+    assert not any(row["fused"] for row in found["merges"])
+    assert all(0 < row["found"] == row["by_operators"] < 1e-6 for row in found["merges"])
+    assert [row["seconds"]["fused"] for row in found["merge_seconds"]] == [None]
 
 
 def test_sections_are_those_of_the_script(scripts: Any) -> None:
@@ -286,11 +291,11 @@ def test_sections_that_do_not_fit_are_left_out(scripts: Any, tmp_path: Path, mon
     gpu = scripts.gpu
     monkeypatch.setattr(gpu, "_section", lambda name, _: {"wall_s": 1.0})
     monkeypatch.setattr("rayfcp.cluster.workers.environment.set_environment", lambda granted: None)
-    names = {"sections": "copies,conformance", "folder": str(tmp_path)}
+    names = {"sections": "profile,copies", "folder": str(tmp_path)}
     assert gpu._estimate("training", argparse.Namespace(models="a,b,c", tiny=False)) == 1.5 * gpu.SECONDS["training"]
-    gpu._here(argparse.Namespace(**names, stop_s=time.time() + 35.5, tiny=False, models=None))
-    copies, conformance = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("copies", "conformance"))
-    assert re.match(r"estimated 70 s, [123]\d s are left", copies["left_out"]) and conformance == {"wall_s": 1.0}
+    gpu._here(argparse.Namespace(**names, stop_s=time.time() + 99.5, tiny=False, models=None))
+    profile, copies = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("profile", "copies"))
+    assert re.match(r"estimated 220 s, [6-9]\d s are left", profile["left_out"]) and copies == {"wall_s": 1.0}
 
 
 STUB = """\

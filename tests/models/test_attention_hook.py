@@ -1,11 +1,13 @@
 """Our attention inside the library's models: the same loss and gradients as theirs, recomputed or not."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rayfcp.models.attention_hook import KEYWORD
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import LOSS_CHUNK_TOKENS, CausalLM
 from tests.models.helpers import FAMILIES, NUM_LAYERS, context_of, library_config, loss_sum, rows_of, shifted
@@ -91,6 +93,17 @@ def test_a_model_called_without_the_context_says_so() -> None:
     model: CausalLM = random_model(library_config("llama"), dtype="float32", seed=1)
     with pytest.raises(ValueError, match="was called without rayfcp_attention=; pass the AttentionContext"):
         model.model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_torch_looks_at_no_field_of_the_context() -> None:
+    """FSDP2 searches dataclasses among a layer's arguments for tensors, and compiled code is for one value of a frozen
+    one: a context has the lengths of all sequences."""
+    model = random_model(library_config("qwen3"), dtype="float32", seed=1)
+    seen: list[object] = []
+    for module in (model.decoder, *model.layers, model.layers[0].self_attn):
+        module.register_forward_pre_hook(lambda _, __, given: seen.append(given[KEYWORD]), with_kwargs=True)
+    loss_sum(model, rows_of((5,)), context=context_of((5,)))
+    assert len(seen) == NUM_LAYERS + 2 and not any(dataclasses.is_dataclass(each) for each in seen)
 
 
 def test_gradients_of_gradients_are_refused() -> None:

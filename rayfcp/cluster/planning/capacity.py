@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from rayfcp.cluster.planning.measured import BYTES
@@ -22,6 +23,11 @@ CPU_MEMORY_SHARE = 0.8
 """Share of a machine's memory for its workers together."""
 
 
+def as_run_on(facts: Sequence[DeviceFacts], model: ModelProfile) -> ModelProfile:
+    """The model as these devices hold it: with compiled layers if all of them compile."""
+    return replace(model, compiled=bool(facts) and all(each.compiles for each in facts))
+
+
 def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], generation: int) -> ClusterSpec:
     """Cluster of as many ranks as the devices make, in the order of `facts`: all ranks of one stage, with their
     tensor-parallel devices, then those of the next. Surplus devices at the end are not used.
@@ -33,7 +39,7 @@ def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceF
     num_ranks = len(facts) // (cluster.pipeline_stages * cluster.tensor_parallel)
     used = facts[: num_ranks * cluster.pipeline_stages * cluster.tensor_parallel]
     nodes = list(dict.fromkeys(fact.node_id for fact in used))
-    memory_bytes = device_memory(config, used)
+    model, memory_bytes = as_run_on(used, model), device_memory(config, used)
     max_tokens = tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=memory_bytes)
     return ClusterSpec(
         num_ranks=num_ranks,
@@ -65,7 +71,8 @@ def _forward_tokens(config: Config, model: ModelProfile, *, num_ranks: int, memo
 
 
 def configured_bound(config: Config, model: ModelProfile) -> int | None:
-    """Token budget per rank on the maximum number of devices, None without `memory_gib_per_device`.
+    """Token budget per rank on the maximum number of devices, None without `memory_gib_per_device`. Devices that are
+    not known yet are counted as ones that compile layers.
 
     Raises:
         InfeasiblePlanError: the model's states do not fit beside one token.
@@ -74,6 +81,8 @@ def configured_bound(config: Config, model: ModelProfile) -> int | None:
     if memory_gib is None:
         return None
     num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
+    known = DEVICES.get(config.cluster.device)
+    model = replace(model, compiled=config.compiles_layers(by_default=known is None or known.compiles))
     return tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=int(memory_gib * GIB))
 
 
@@ -90,7 +99,7 @@ def layouts_that_fit(
             holds = partial(
                 _holds,
                 config=with_stages(config, num_stages),
-                model=model,
+                model=as_run_on(facts, model),
                 memory_bytes=device_memory(config, facts),
                 longest_tokens=longest_tokens,
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
+from rayfcp.cluster.planning.capacity import as_run_on, cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import (
     BYTES,
     COMMAND,
@@ -119,8 +119,7 @@ def profile_ranks(
     timings = time_shapes(timed.passes, shapes, rounds=rounds, log=log)
     measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
     cost = measured.fit.cost
-    log("peak of the devices")
-    hardware = _profile_hardware(config, timed, parts=parts, cost=cost, model=model, cluster=cluster)
+    hardware = _profile_hardware(config, timed, parts=parts, cost=cost, model=model, cluster=cluster, log=log)
     simulation_error = fmean(
         abs(pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, cost=cost) / timing.seconds - 1)
         for shape, timing in zip(shapes[:num_text], timings, strict=False)
@@ -147,9 +146,29 @@ def _profile_shapes(
     return [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in (*text, *images)], len(text)
 
 
+def _too_fast(hardware: HardwareProfile, facts: DeviceFacts) -> str | None:
+    """Warning that passes of an accelerator explain more FLOP/s than its data sheet has, None otherwise."""
+    found = hardware.peak_flops
+    if DEVICES[facts.device].is_host or facts.peak_flops is None or found <= facts.peak_flops:
+        return None
+    return (
+        f"warning: by these passes the device computes {found / 1e12:,.0f} TFLOP/s, more than its peak "
+        f"({facts.peak_flops / 1e12:,.0f}): the host, which enqueues the work, is the bound of most of them, so that "
+        "seconds hardly grow with tokens; do not use this profile, time more tokens (--max-tokens) or a larger model"
+    )
+
+
 def _profile_hardware(
-    config: Config, timed: TimedRanks, *, parts: PartTimings, cost: CostModel, model: ModelProfile, cluster: ClusterSpec
+    config: Config,
+    timed: TimedRanks,
+    *,
+    parts: PartTimings,
+    cost: CostModel,
+    model: ModelProfile,
+    cluster: ClusterSpec,
+    log: Log,
 ) -> HardwareProfile:
+    log("peak of the devices")
     hardware = measured_hardware(
         hardware_profile(timed.base),
         cost,
@@ -161,6 +180,8 @@ def _profile_hardware(
         linear_half_tokens=half_tokens(parts.linear_s),
         num_nodes=len(set(cluster.node_of_rank)),
     )
+    if warning := _too_fast(hardware, timed.facts[0]):
+        log(warning)
     return without_shards(hardware, cost, cluster=cluster, model=model)
 
 
@@ -262,8 +283,14 @@ class StartCosts:
 
     def guess(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
         """Analytic cost model."""
-        memory_bytes = device_memory(self._config, worker_group.facts)
-        return analytic_cost(self._config, self._model, device=self._device, cluster=cluster, memory_bytes=memory_bytes)
+        facts = worker_group.facts
+        return analytic_cost(
+            self._config,
+            as_run_on(facts, self._model),
+            device=self._device,
+            cluster=cluster,
+            memory_bytes=device_memory(self._config, facts),
+        )
 
     def measure(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
         """Cost model of `rayfcp profile` for the same model and ranks, else measured now, also after a resume, since

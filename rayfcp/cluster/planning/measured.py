@@ -105,11 +105,13 @@ def ranks_per_node(cluster: ClusterSpec) -> int:
 
 def about_run(config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec) -> dict[str, Any]:
     """Everything that measured coefficients depend on: a profile with equal values can be reused."""
+    shape = dataclasses.asdict(model) | {"name": ""}
+    del shape["compiled"]  # by the devices
     about = {
         "cluster": _layout(cluster),
         "device": device,
         "dtype": config.model.dtype,
-        "model": dataclasses.asdict(model) | {"name": ""},
+        "model": shape,
         "node_of_rank": list(cluster.node_of_rank),
         "gather_every": config.train.gather_every,
         "primitives": list(config.plan.primitives),

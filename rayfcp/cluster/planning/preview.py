@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayfcp.cluster.dataset import described_model, open_dataset
-from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
+from rayfcp.cluster.planning.capacity import GIB, as_run_on, cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout
 from rayfcp.cluster.planning.planner import RunPlanner, sequences_of, step_passes
 from rayfcp.cluster.trainer import check_runnable, prepared_data
@@ -51,7 +51,7 @@ class OfflinePlan:
         machine = hardware_profile(hardware or DEVICES[config.cluster.device].base_hardware)
         _check_shape(config, shape, machine)
         facts = _devices(config, machine)
-        device = facts[0].device
+        device, shape = facts[0].device, as_run_on(facts, shape)
         cluster = cluster_spec(config, shape, facts=facts, generation=0)
         cost = analytic_cost(
             config,
@@ -169,6 +169,7 @@ def _devices(config: Config, hardware: HardwareProfile) -> list[DeviceFacts]:
             device=device,
             memory_bytes=hardware.memory_bytes,
             peak_flops=hardware.peak_flops,
+            compiles=config.compiles_layers(by_default=DEVICES[device].compiles),
         )
         for number in range(config.cluster.max_workers)
     ]
@@ -193,8 +194,10 @@ def plan_step(config: Config, *, step: int) -> str:
     memory_bytes = (
         backend_of(device).total_memory_bytes(device) or hardware_profile(DEVICES[device].base_hardware).memory_bytes
     )
-    here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)
+    compiles = config.compiles_layers(by_default=DEVICES[device].compiles)
+    here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None, compiles=compiles)
     facts = [here] * config.cluster.max_workers
+    model = as_run_on(facts, model)
     cluster = cluster_spec(config, model, facts=facts, generation=0)
     guess = analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=device_memory(config, facts))
     cost = cost_of_layout(Path(config.run_dir) / "profile.json", cluster) or guess

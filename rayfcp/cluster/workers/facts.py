@@ -33,7 +33,7 @@ class DeviceFacts:
     """A worker's node, process and device. `peak_flops` is None if it is not in the table.
 
     `worker_id` never changes, unlike the device number. `slot` names the accelerator, which a later worker may get
-    again; CPUs have none.
+    again; CPUs have none. `compiles`: it compiles layers, which then need less memory.
     """
 
     node_id: str
@@ -43,6 +43,7 @@ class DeviceFacts:
     worker_id: str = ""
     pid: int = 0
     slot: str = ""
+    compiles: bool = False
     host: HostFacts | None = None
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -109,6 +110,7 @@ class DeviceWorker:
             worker_id=self._worker_id,
             pid=os.getpid(),
             host=self._host_facts(context.get_node_id()),
+            compiles=self._compiled,
             slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
         )
         return self._facts
@@ -385,7 +387,8 @@ class DeviceWorker:
     def _model(self) -> ModelProfile:
         from rayfcp.cluster.dataset import described_model
 
-        return described_model(self._config, vocab_size=self._vocab_size)[1]
+        _, model = described_model(self._config, vocab_size=self._vocab_size)
+        return replace(model, compiled=self._facts is not None and self._facts.compiles)
 
     def verify(self, folder: str, sums: Sequence[FileSum]) -> str | None:
         """Damage of these files of a checkpoint, None without any."""

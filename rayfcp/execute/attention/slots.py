@@ -228,18 +228,19 @@ def _merge_rows(known_out: Tensor, known_lse: Tensor, ranges: Sequence[Range], *
     if len(ranges) > FEW:
         index = rows_of(tuple(ranges), out.device)
         old_out, old_lse = known_out.index_select(0, index), known_lse.index_select(0, index)
-        _merge(old_out, old_lse, out=out, lse=lse)
+        merge_by_operators(old_out, old_lse, out=out, lse=lse)
         known_out.index_copy_(0, index, old_out)
         known_lse.index_copy_(0, index, old_lse)
         return
     at = 0
     for start, stop in ranges:
         own = slice(at, at + stop - start)
-        _merge(known_out[start:stop], known_lse[start:stop], out=out[own], lse=lse[own])
+        merge_by_operators(known_out[start:stop], known_lse[start:stop], out=out[own], lse=lse[own])
         at = own.stop
 
 
-def _merge(known_out: Tensor, known_lse: Tensor, *, out: Tensor, lse: Tensor) -> None:
+def merge_by_operators(known_out: Tensor, known_lse: Tensor, *, out: Tensor, lse: Tensor) -> None:
+    """Merge `out` and `lse` into `known_out` and `known_lse`, of as many rows, by torch's operators."""
     known_out.lerp_(out, torch.sigmoid(lse - known_lse).unsqueeze(-1))
     known_lse.copy_(torch.logaddexp(known_lse, lse))
 

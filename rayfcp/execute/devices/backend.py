@@ -80,9 +80,6 @@ class DeviceBackend:
     fuses_adamw = True
     """torch has its fused kernel of AdamW."""
 
-    compiles = False
-    """Layers are compiled where `train.compile` is auto."""
-
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
 

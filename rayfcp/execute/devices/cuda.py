@@ -114,8 +114,6 @@ def _runtime() -> Any:
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
 
-    compiles = True
-
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)
         self._page_locks = PageLocks(_runtime)
