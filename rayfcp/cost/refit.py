@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from rayfcp.cost.model import CostModel
-from rayfcp.values import Primitive
+from rayfcp.values import Group, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
 
 COEFFICIENTS = (
@@ -54,6 +54,17 @@ class GroupWork:
     degree: int = 1
     primitive: Primitive = Primitive.RING
     crosses: bool = False
+
+    @classmethod
+    def of(cls, group: Group, sequences: Sequence[SequenceSpec], *, crosses: bool) -> "GroupWork":
+        """That of a group of a plan with its `sequences`."""
+        return cls(
+            num_tokens=sum(each.num_tokens for each in sequences),
+            num_pairs=sum(each.attention_pairs for each in sequences),
+            degree=group.degree,
+            primitive=group.primitive,
+            crosses=crosses,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

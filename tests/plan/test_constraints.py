@@ -1,5 +1,6 @@
 """Constraints of host trainers: kept by every plan, and the best plan that keeps them is found on tiny batches."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -162,3 +163,12 @@ def test_a_unit_that_all_ranks_cannot_hold() -> None:
     cluster = ClusterSpec(num_ranks=3, max_tokens_per_rank=60)
     with pytest.raises(InfeasiblePlanError, match="200 tokens needs 4 ranks or more, there are 3"):
         plan_batch(sequences, cluster=cluster, cost=UNIT)
+
+
+def test_memory_bounds_groups_where_few_degrees_are_permitted() -> None:
+    """Batches of so many tokens that microbatches are filled in turn, within the time of a degree that may not be."""
+    rng = random.Random(0)
+    sequences = batch_of([min(int(rng.lognormvariate(6.5, 1.2)) + 1, 4000) for _ in range(60)])
+    cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=1024)
+    plan = plan_batch(sequences, cluster=cluster, cost=profiled(4), options=PlanConfig(constraints=MEGATRON))
+    check_plan(plan, sequences, cluster=cluster)

@@ -47,13 +47,8 @@ def timed_groups(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster:
     speeds = cluster.speed_of_rank or (1.0,) * cluster.num_ranks
 
     def timed(group: Group, predicted_s: float) -> TimedGroup:
-        part = GroupWork(
-            num_tokens=sum(by_id[each].num_tokens for each in group.sequences),
-            num_pairs=sum(by_id[each].attention_pairs for each in group.sequences),
-            degree=group.degree,
-            primitive=group.primitive,
-            crosses=len({nodes[rank] for rank in group.ranks}) > 1,
-        )
+        crosses = len({nodes[rank] for rank in group.ranks}) > 1
+        part = GroupWork.of(group, [by_id[each] for each in group.sequences], crosses=crosses)
         speed = min((speeds[rank] for rank in group.ranks), default=1.0)
         return TimedGroup(ranks=group.ranks, part=part, predicted_s=predicted_s, speed=speed)
 

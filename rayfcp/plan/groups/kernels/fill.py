@@ -458,6 +458,9 @@ def _targets(problem: SearchProblem, left: Ints, pace: float) -> Floats:
     for step in range(TARGETS - 2):
         degree = round(least * (best / least) ** (step / (TARGETS - 3)))
         target_s = _price(prices, batch.pairs[longest], batch.tokens[longest], degree, 0, pace)
+        while target_s == math.inf and degree < best:  # no group may have so many ranks
+            degree += 1
+            target_s = _price(prices, batch.pairs[longest], batch.tokens[longest], degree, 0, pace)
         if step == 0 or batch.work_s[longest] >= WORTH * degree * target_s:
             targets[number] = target_s
             number += 1
