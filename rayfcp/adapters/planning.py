@@ -21,8 +21,9 @@ from rayfcp.cost.refit import GroupWork, Observation, Refit
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
 
-SEARCH_MOVES = 300_000
-"""Hosts plan while their ranks wait: 3 ms of search, beside about as much for its starts."""
+SEARCH_MOVES = 1_000_000
+"""Hosts plan while their ranks wait: 512 sequences on 64 ranks take 25 ms; with 300,000 11 ms, for steps 0.7 % longer
+(`jobs/bench/megatron_planner.py`)."""
 
 MOST_PLANS = 64
 """Plans that one observed time may cover; of hosts that report none, older plans are dropped."""
