@@ -157,6 +157,15 @@ def test_a_consumer_that_stops_early_leaves_room(pool: PlannerPool) -> None:
     assert [planned.plan for planned in pool.map(BATCHES[:2])] == [expected(each) for each in BATCHES[:2]]
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C interrupts, also where a shell started the tests in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_leaves_nothing_behind(pool: PlannerPool) -> None:
     """Nor does the end of a block, and what has ended refuses calls."""
     before = set(planners())

@@ -145,6 +145,8 @@ ELSEWHERE = {
     "_deepstack_process": "transformers",
     "_commit_hash": "transformers",
     "_is_hf_initialized": "transformers",
+    "_PACKERS": "SkyRL, by its adapter",
+    "_pack_step_into_mbs": "slime, by its adapter",
     "_private": "ray",
     "_internal_kv_get": "ray",
     "_exit": "os",
