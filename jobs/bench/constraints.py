@@ -127,17 +127,22 @@ def _print(
     sys.stdout.write("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", nargs="+", default=FAMILIES, help="files with one length a line, or dist:NAME")
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    parser.add_argument("--batches", type=int, default=4, help="of each family and number of ranks")
+def batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `cases` reads, and those of the cost model."""
     parser.add_argument("--sequences-per-rank", type=int, default=8)
     parser.add_argument("--max-seqlen", type=int, default=131_072)
     parser.add_argument("--max-tokens-per-rank", type=int, default=16_384)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--seed", type=int, default=0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", default=FAMILIES, help="files with one length a line, or dist:NAME")
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--batches", type=int, default=4, help="of each family and number of ranks")
+    batch_arguments(parser)
     return parser
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from jobs.bench.constraints import FAMILIES, cases
+from jobs.bench.constraints import FAMILIES, batch_arguments, cases
 from jobs.bench.megatron_source import Rows, megatron_planner
 from rayfcp.config.constraints import PRESETS
 from rayfcp.config.models import AUTO_MOVES, PlanConfig
@@ -260,13 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="none: only times of planning")
     parser.add_argument("--batches", type=int, default=7, help="of each family and number of ranks")
     parser.add_argument("--timed", type=int, default=200, help="batches of which planning is timed")
-    parser.add_argument("--sequences-per-rank", type=int, default=8)
-    parser.add_argument("--max-seqlen", type=int, default=131_072)
-    parser.add_argument("--max-tokens-per-rank", type=int, default=16_384)
     parser.add_argument("--search-moves", default=AUTO_MOVES)
-    parser.add_argument("--model", default="qwen3-8b")
-    parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--seed", type=int, default=0)
+    batch_arguments(parser)
     return parser
 
 
