@@ -15,6 +15,7 @@ from rayfcp.cost.bound import check_longest, lower_bound
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import node_of_ranks
+from rayfcp.plan.constraints import is_constrained
 from rayfcp.plan.moves import with_share
 from rayfcp.plan.strategies.registry import AUTO, Proposal, StrategyInfo, strategies
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
@@ -61,7 +62,7 @@ def ranked(
         wanted = [*(["elastic-pipeline"] if staged else []), "", "flex-ring", *errors]  # least demands on memory first
         name = next(each for each in wanted if each in errors)
         raise InfeasiblePlanError(f"no strategy has a plan for this batch: {errors[name]}")
-    if not staged and not options.constraints.bind:
+    if not staged and not is_constrained(sequences, options.constraints):
         found += _mixtures(dict(found), sequences, cluster=cluster, cost=cost, options=options)
     distinct: dict[tuple[object, ...], tuple[str, Proposal]] = {}
     for name, proposal in sorted(found, key=lambda each: each[1].predicted_s):

@@ -6,6 +6,11 @@ from rayfcp.config.constraints import HostConstraints
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, SequenceSpec
 
 
+def is_constrained(sequences: Sequence[SequenceSpec], constraints: HostConstraints) -> bool:
+    """Whether plans of the batch have anything to keep: constraints, or units of sequences."""
+    return constraints.bind or any(sequence.unit is not None for sequence in sequences)
+
+
 def broken_constraint(
     microbatches: Sequence[MicrobatchPlan],
     sequences: Sequence[SequenceSpec],

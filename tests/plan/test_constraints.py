@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.constraints import PRESETS, HostConstraints
+from rayfcp.config.constraints import PRESETS, UNCONSTRAINED, HostConstraints
 from rayfcp.config.loading import parse_config
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
@@ -163,6 +163,19 @@ def test_a_unit_that_all_ranks_cannot_hold() -> None:
     cluster = ClusterSpec(num_ranks=3, max_tokens_per_rank=60)
     with pytest.raises(InfeasiblePlanError, match="200 tokens needs 4 ranks or more, there are 3"):
         plan_batch(sequences, cluster=cluster, cost=UNIT)
+
+
+def test_units_are_kept_without_constraints() -> None:
+    """By flex-ring also on ranks of unequal speeds; a strategy that tears one is refused, and `auto` takes another."""
+    sequences = in_units(batch_of([50, 10, 40, 20, 30, 30, 25, 5]), size=2)
+    for speeds in ((), (1.0, 1.0, 0.5, 0.8)):
+        cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=60, speed_of_rank=speeds)
+        for strategy in ("flex-ring", "auto"):
+            plan = plan_batch(sequences, cluster=cluster, cost=UNIT, strategy=strategy)
+            assert broken_constraint(plan.microbatches, sequences, cluster=cluster, constraints=UNCONSTRAINED) is None
+            check_plan(plan, sequences, cluster=cluster)
+    with pytest.raises(InfeasiblePlanError, match=r"flexsp does not keep .*sequences of unit \d are in several groups"):
+        plan_batch(sequences, cluster=cluster, cost=UNIT, strategy="flexsp")
 
 
 def test_memory_bounds_groups_where_few_degrees_are_permitted() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import Draft, assemble, columns_of, united
+from rayfcp.plan.constraints import is_constrained
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, SequenceSpec
@@ -25,8 +26,8 @@ def propose(
     """The cheapest that was found, each microbatch with exact degrees."""
     from rayfcp.plan.groups.planner import GroupPlanner
 
-    constraints = options.constraints
-    if any(speed != 1.0 for speed in cluster.speed_of_rank) and not constraints.bind:
+    unequal = any(speed != 1.0 for speed in cluster.speed_of_rank)
+    if unequal and not is_constrained(sequences, options.constraints):
         from rayfcp.plan.groups.unequal import propose_unequal
 
         return propose_unequal(sequences, cluster=cluster, cost=cost, options=options)
@@ -37,7 +38,7 @@ def propose(
         drafts = [[replace(draft, members=_members(draft, parts)) for draft in each] for each in drafts]
     else:
         drafts, reason = GroupPlanner(batch, cluster=cluster, cost=cost, options=options).run()
-    microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost, placement=constraints.placement)
+    microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost, placement=options.constraints.placement)
     return Proposal(microbatches=microbatches, reason=reason)
 
 

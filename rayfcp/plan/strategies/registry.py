@@ -13,7 +13,7 @@ from typing import Protocol
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.profiles import pick
-from rayfcp.plan.constraints import broken_constraint
+from rayfcp.plan.constraints import broken_constraint, is_constrained
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, Primitive, SequenceSpec
 
 MODULES = (
@@ -117,7 +117,7 @@ class StrategyInfo:
                 f"strategy {self.name} proposes no pipelines for {cluster.num_stages} stages; wrap its `propose` in "
                 "`in_stages` (rayfcp.plan.strategies.stages)"
             )
-        if options.constraints.bind and (
+        if is_constrained(sequences, options.constraints) and (
             broken := broken_constraint(
                 proposal.microbatches, sequences, cluster=cluster, constraints=options.constraints
             )
