@@ -1,7 +1,7 @@
 """Our attention as an attention implementation of the transformers library, and recomputation per layer."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.kept import KeptResults
-from rayfcp.values import LayerKind
+from rayfcp.values import FULL, LayerKind, attends
 
 IMPLEMENTATION = "rayfcp"
 """Name under which the library finds our attention; it builds no mask for names that it does not know."""
@@ -51,31 +51,32 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
         )
-    if keywords.get("softcap") is not None:
-        raise ValueError(
-            f"{type(module).__name__}: softcap={keywords['softcap']} is not supported; use a model without it"
-        )
-    context = carried.context.of_kind(LayerKind(window=keywords.get("sliding_window") or 0))
+    context, window = carried.context, keywords.get("sliding_window") or 0
+    if window != context.kind.window:
+        context = context.of_kind(LayerKind(window=window))
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)  # norms and rotation leave queries and keys in a wider one
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return attention(query, key, value, context, scale=scaling).unsqueeze(0), None
+    options: dict[str, Any] = {"softcap": keywords.get("softcap") or 0.0, "sinks": keywords.get("s_aux")}
+    return attention(query, key, value, context, scale=scaling, **options).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
-def follow_context(layers: Mapping[int, nn.Module]) -> None:
-    """Let each layer of a stage, by its number in the model, pass that number to its attention, and recompute its
-    activations in backward if the context of the call says so.
+def follow_context(layers: Mapping[int, nn.Module], *, kinds: Sequence[LayerKind] = ()) -> None:
+    """Let each layer of a stage, by its number in the model, pass that number and the program of its kind to its
+    attention, and recompute its activations in backward if the context of the call says so. `kinds`: of all layers of
+    the model; full attention in all if empty.
 
     The recomputed layers are a property of stage and microbatch, the same on every rank, so that recomputed exchanges
     match. Where attention is kept, recomputation takes its results from the forward pass and exchanges nothing.
     """
     for index, (number, layer) in enumerate(sorted(layers.items())):
-        layer.forward = functools.partial(_forward, layer.forward, index, number)
+        kind = kinds[number] if kinds else FULL
+        layer.forward = functools.partial(_forward, layer.forward, index, number, kind)
 
 
 def compile_around_attention(layer: nn.Module, *, backend: str) -> None:
@@ -87,11 +88,11 @@ def compile_around_attention(layer: nn.Module, *, backend: str) -> None:
     layer.forward = functools.partial(_forward, torch.compile(original, backend=backend, dynamic=True), *numbers)
 
 
-def _forward(original: Any, index: int, number: int, *args: Any, **keywords: Any) -> Any:
+def _forward(original: Any, index: int, number: int, kind: LayerKind, *args: Any, **keywords: Any) -> Any:
     carried: Carried | None = keywords.get(KEYWORD)
     if carried is None:
         return original(*args, **keywords)
-    context = carried.context
+    context = carried.context.of_kind(kind) if attends(kind) else carried.context
     recomputed = index < context.recomputed_layers
     kept = KeptResults() if recomputed and context.keeps_attention else None
     keywords[KEYWORD] = Carried(replace(context, layer=number, recomputed=recomputed, kept=kept))

@@ -20,6 +20,8 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.losses.base import Targets, wide
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
+from rayfcp.models.layers import kinds_of_layers
+from rayfcp.models.library import text_of
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, head_of, is_tied
 
 if TYPE_CHECKING:
@@ -112,7 +114,8 @@ class CausalLM(StageModule):
         self.is_tied = is_tied(model)
         cut(model, self.stage)
         numbers = range(self.stage.start, self.stage.stop)
-        follow_context(dict(zip(numbers, self.layers, strict=True)))
+        kinds = kinds_of_layers(text_of(model.config))
+        follow_context(dict(zip(numbers, self.layers, strict=True)), kinds=kinds)
         embedding = model.get_input_embeddings()
         if self.stage.is_first and not embedding.weight.requires_grad:
             # Exchanges of the first layer's attention belong to each backward pass, whatever that layer trains.

@@ -11,12 +11,15 @@ from the start of their slot (queries: from the start of slot 0).
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.values import FULL, LayerKind
+
+if TYPE_CHECKING:
+    from rayfcp.program.scan import LayerScan
 
 Range = tuple[int, int]
 
@@ -129,6 +132,18 @@ class Payload(StrEnum):
     """Ulysses: gradients of outputs, from tokens to heads."""
     QKV_GRAD = "qkv_grad"
     """Ulysses: gradients of queries, keys and values, from heads back to tokens."""
+    HALO = "halo"
+    """Recurrent layers (`rayfcp.program.scan`): inputs of a causal convolution, `[tokens, channels]`."""
+    HALO_GRAD = "halo_grad"
+    """Their gradients, in the model's dtype."""
+    SUMMARY = "summary"
+    """Transitions and increments of parts of sequences, of a share of the heads, in fp32 at least, as all states."""
+    STATE = "state"
+    """States before parts."""
+    ADJOINT = "adjoint"
+    """Gradients of states through a part's own outputs."""
+    STATE_GRAD = "state_grad"
+    """Gradients of states behind parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +433,7 @@ class Forward:
     attention, whose rounds are not repeated in the backward pass then.
 
     Layers of `kind` run `attention`; `others` are the stage's other kinds of layers, ascending from there. All kinds
-    have the same tokens, shared out by heads alike.
+    have the same tokens, shared out by heads alike. `scans`: of its recurrent kinds.
     """
 
     microbatch: int
@@ -426,6 +441,7 @@ class Forward:
     recomputed_layers: int
     kind: LayerKind = FULL
     others: tuple[LayerAttention, ...] = ()
+    scans: tuple["LayerScan", ...] = ()
     keeps_attention: bool = False
 
     @property

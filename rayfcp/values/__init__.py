@@ -2,7 +2,8 @@
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec, Decision, Move
-from rayfcp.values.layers import FULL, LayerKind, LayerKinds
+from rayfcp.values.layers import FULL, LayerKind, LayerKinds, RecurrentKind, TokenwiseKind, attends
+from rayfcp.values.mixers import AttentionProfile, LayerProfile, MixerProfile, RecurrenceProfile
 from rayfcp.values.plan import (
     Action,
     BatchPlan,
@@ -29,6 +30,7 @@ __all__ = [
     "FULL",
     "Action",
     "AdapterProfile",
+    "AttentionProfile",
     "BatchPlan",
     "Block",
     "ClusterSpec",
@@ -45,14 +47,18 @@ __all__ = [
     "KeptStates",
     "LayerKind",
     "LayerKinds",
+    "LayerProfile",
     "Layout",
     "MicrobatchPlan",
+    "MixerProfile",
     "ModelProfile",
     "Move",
     "Pacing",
     "PairStats",
     "PipelinePlan",
     "Primitive",
+    "RecurrenceProfile",
+    "RecurrentKind",
     "Round",
     "Sample",
     "SequenceSpec",
@@ -63,6 +69,8 @@ __all__ = [
     "SpanKind",
     "StateId",
     "StepReport",
+    "TokenwiseKind",
     "Transfer",
     "VisionProfile",
+    "attends",
 ]

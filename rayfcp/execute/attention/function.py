@@ -31,17 +31,19 @@ from rayfcp.execute.attention.schedule import (
     take_rows,
 )
 from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, accumulator_dtype
-from rayfcp.execute.kernels import AttentionKernel, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, Scores, pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Transport, default_transport
 from rayfcp.program import AttentionProgram, Forward, HeadProgram, Payload, ReshuffleProgram
-from rayfcp.values import FULL, LayerKind
+from rayfcp.program.scan import ScanProgram
+from rayfcp.values import FULL, LayerKind, RecurrentKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext:
     """Arguments of a layer's attention besides its tensors; a keyword argument of the layer call.
 
-    `schedule` belongs to layers of `kind`, the stage's first; `others` has those of other kinds (see `of_kind`). The
+    `schedule` belongs to layers of `kind`, at first the stage's first; `others` has those of all kinds (see `of_kind`),
+    `scans` the programs of recurrent kinds. The
     first `recomputed_layers` layers of the stage keep only their input; `recomputed` says whether this layer, number
     `layer` of the model, is one of them, which with `keeps_attention` has `kept` for the results of its attention.
     `store`: keys and values that microbatches keep for later ones, this one being number `microbatch`.
@@ -58,6 +60,7 @@ class AttentionContext:
     stats: AttentionStats = field(default_factory=AttentionStats)
     kind: LayerKind = FULL
     others: Mapping[LayerKind, AttentionSchedule] = field(default_factory=dict)
+    scans: Mapping[RecurrentKind, ScanProgram] = field(default_factory=dict)
     keeps_attention: bool = False
     kept: KeptResults | None = None
 
@@ -68,11 +71,12 @@ class AttentionContext:
         made = {id(each.attention): make_schedule(each.attention) for each in item.kinds}
         schedules = {each.kind: made[id(each.attention)] for each in item.kinds}
         return cls(
-            schedule=schedules.pop(item.kind),
+            schedule=schedules[item.kind],
             recomputed_layers=item.recomputed_layers,
             microbatch=item.microbatch,
             kind=item.kind,
             others=schedules,
+            scans={each.kind: each.scan for each in item.scans},
             keeps_attention=item.keeps_attention,
             **others,
         )
@@ -87,7 +91,16 @@ class AttentionContext:
                 f"{', '.join(map(str, sorted({self.kind, *self.others})))}; give sequences the model's layer_kinds and "
                 "lower again"
             )
-        return replace(self, schedule=self.others[kind])
+        return replace(self, schedule=self.others[kind], kind=kind)
+
+    def scan_of(self, kind: RecurrentKind) -> ScanProgram:
+        """The program of recurrent layers of a kind; a ValueError if the stage's was not lowered for such layers."""
+        if kind not in self.scans:
+            raise ValueError(
+                f"recurrence: a layer has {kind!r}, the program is of {sorted(self.scans)}; give sequences the model's "
+                "layer_kinds and lower again"
+            )
+        return self.scans[kind]
 
 
 def _check_tokens(query: Tensor, key: Tensor, *, context: AttentionContext) -> None:
@@ -125,6 +138,8 @@ def attention(
     program: AttentionProgram | HeadProgram | AttentionContext,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     reshuffle: ReshuffleProgram | None = None,
     transport: Transport | None = None,
     kernel: AttentionKernel | None = None,
@@ -138,6 +153,9 @@ def attention(
         value: as `key`.
         program: this rank's attention program, or a context that holds one.
         scale: factor of the scores; `head_dim ** -0.5` if absent.
+        softcap: c, where scaled scores s become `c tanh(s / c)`; 0 for none. The kernel must have it.
+        sinks: `[heads]`, a score for each head that every query has beside those of its keys, without a value
+            (gpt-oss); differentiable.
         reshuffle: this rank's, if the loop brings its own layout; all ranks pass theirs or none does. A context has
             its own (`make_schedule`).
         transport: carries the messages of a bare program; the default process group if absent, whose rank r is rank r
@@ -171,13 +189,15 @@ def attention(
         )
     _check_tokens(query, key, context=context)
     _check_shapes(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
     if context.schedule.heads is None:
-        return _Attention.apply(query, key, value, context, scale)  # type: ignore[no-any-return, no-untyped-call]
-    return _by_heads(query, key, value, context=context, scale=scale)
+        return _Attention.apply(query, key, value, sinks, context, scores)  # type: ignore[no-any-return, no-untyped-call]
+    return _by_heads(query, key, value, sinks, context=context, scores=scores)
 
 
-def _by_heads(query: Tensor, key: Tensor, value: Tensor, /, *, context: AttentionContext, scale: float) -> Tensor:
+def _by_heads(
+    query: Tensor, key: Tensor, value: Tensor, /, sinks: Tensor | None, *, context: AttentionContext, scores: Scores
+) -> Tensor:
     """Attention between the exchanges of tokens for heads and back."""
     assert context.schedule.heads is not None, "the program shares out heads"
     heads = HeadExchange(
@@ -190,20 +210,44 @@ def _by_heads(query: Tensor, key: Tensor, value: Tensor, /, *, context: Attentio
     )
     gathered: Tensor = ToHeads.apply(query, key, value, heads)  # type: ignore[no-untyped-call]
     parts = gathered.split([heads.head_share, heads.kv_share, heads.kv_share], dim=1)
-    out = _Attention.apply(*parts, context, scale)  # type: ignore[no-untyped-call]
+    sinks = None if sinks is None else sinks[slice(*heads.own_heads)]
+    out = _Attention.apply(*parts, sinks, context, scores)  # type: ignore[no-untyped-call]
     return ToTokens.apply(out, heads)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def with_sinks(out: Tensor, lse: Tensor, *, sinks: Tensor) -> Results:
+    """Output and logsumexp of `[tokens, heads]` queries that also see their head's sink, a score without a value: one
+    more term of the sum, applied once, after all keys. Rows without keys: 0 and the sink."""
+    sinks = sinks.to(lse.dtype)
+    return out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def gradient_of_sinks(grad_out: Tensor, out: Tensor, *, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of the sinks through this rank's queries, `[heads]`; `out` and `lse` are those of `with_sinks`."""
+    products = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sinks.to(lse.dtype) - lse) * products).sum(0).to(sinks.dtype)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        context: AttentionContext,
+        scores: Scores,
+    ) -> Tensor:
         q, k, v = query, key, value
         schedule, transport, stats = context.schedule, context.transport, context.stats
         if schedule.reshuffle:
             q, k, v = to_plan(schedule.reshuffle, (query, key, value), transport=transport, stats=stats)
-        out, lse = once("attention", lambda: _attended(context, q, k, value=v, scale=scale), kept=context.kept)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.context, ctx.scale = context, scale
+        out, lse = once("attention", lambda: _attended(context, q, k, value=v, scores=scores), kept=context.kept)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks=sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.context, ctx.scores = context, scores
         if schedule.reshuffle:
             return to_loop(schedule.reshuffle, (out,), num_rows=len(query), transport=transport, stats=stats)[0]
         return out
@@ -211,11 +255,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, out, lse), context, num_rows = ctx.saved_tensors, ctx.context, len(grad_out)
+        (q, k, v, sinks, out, lse), context, num_rows = ctx.saved_tensors, ctx.context, len(grad_out)
         schedule, transport, stats = context.schedule, context.transport, context.stats
         if schedule.reshuffle:
             (grad_out,) = to_plan(schedule.reshuffle, (grad_out,), transport=transport, stats=stats)
-        run = _Pass(context, q, scale=ctx.scale)
+        run = _Pass(context, q, scores=ctx.scores)
         run.slots.fill(0, k, value=v)
         dq = RowSums(
             lambda: (torch.empty(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device),), num_rows=len(q)
@@ -225,12 +269,13 @@ class _Attention(torch.autograd.Function):
         run.slots.close()
         if schedule.reshuffle:
             grads = to_loop(schedule.reshuffle, grads, num_rows=num_rows, transport=transport, stats=stats)
-        return *grads, None, None
+        sink_grads = None if sinks is None else gradient_of_sinks(grad_out, out, lse=lse, sinks=sinks)
+        return *grads, sink_grads, None, None
 
 
-def _attended(context: AttentionContext, query: Tensor, key: Tensor, *, value: Tensor, scale: float) -> Results:
+def _attended(context: AttentionContext, query: Tensor, key: Tensor, *, value: Tensor, scores: Scores) -> Results:
     """Run the forward rounds; output and logsumexp."""
-    run = _Pass(context, query, scale=scale)
+    run = _Pass(context, query, scores=scores)
     run.slots.fill(0, key, value=value)
     held = context.kept is not None and context.schedule.heads is not None  # keys and values by heads are kept whole
     run.slots.keep(recomputed=context.recomputed and not held)
@@ -243,10 +288,10 @@ def _attended(context: AttentionContext, query: Tensor, key: Tensor, *, value: T
 class _Pass:
     """State of one forward or backward pass of one layer: keys and values per slot, and their gradients."""
 
-    def __init__(self, context: AttentionContext, query: Tensor, *, scale: float) -> None:
+    def __init__(self, context: AttentionContext, query: Tensor, *, scores: Scores) -> None:
         key = (context.microbatch, context.layer)
         self.slots = Slots(context.schedule, store=context.store, layer=key, buffers=context.stats.buffers)
-        self._context, self._query, self._scale = context, query, scale
+        self._context, self._query, self._scores = context, query, scores
         self._has_posted = False
 
     def rounds(self, rounds: Sequence[ScheduledRound], compute: Callable[[KernelCall], None]) -> None:
@@ -287,7 +332,7 @@ class _Pass:
         out, lse = self._context.kernel.forward(
             _flipped(take_rows(self._query, call.queries), call),
             *(_flipped(each, call) for each in self.slots.keys_of(call)),
-            pairs=call.pairs(self._scale),
+            pairs=call.pairs(self._scores),
         )
         merged.add(call.queries, _flipped(out, call), lse=_flipped(lse, call))
 
@@ -303,7 +348,7 @@ class _Pass:
             value,
             out,
             lse,
-            pairs=call.pairs(self._scale),
+            pairs=call.pairs(self._scores),
         )
         del key, value  # copies of rows are freed before sums allocate
         dq.add(call.queries, _flipped(partial_dq, call))

@@ -52,6 +52,11 @@ class HeadExchange:
         self._spans = spans(program.tokens)
         self._own = program.ranks.index(transport.rank)
 
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """The query heads of this position."""
+        return self._own * self.head_share, (self._own + 1) * self.head_share
+
     def part(self, query: Tensor, key: Tensor, *, value: Tensor, position: int) -> Tensor:
         """Queries, keys and values of one position's heads, of this rank's tokens: `[tokens, h + 2 k, head_dim]`."""
         first = position * self.kv_heads // self._program.degree

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import backend_of, to_device
-from rayfcp.execute.kernels import Pairs
+from rayfcp.execute.kernels import Pairs, Scores
 from rayfcp.program import (
     Attend,
     AttentionProgram,
@@ -114,11 +114,17 @@ class KernelCall:
     keys: tuple[Range, ...]
     num_pairs: float
 
-    def pairs(self, scale: float) -> Pairs:
+    def pairs(self, scores: Scores) -> Pairs:
         """The pairs as the kernel takes them, in its order of rows."""
         lengths = (tuple(stop - start for start, stop in ranges) for ranges in (self.queries, self.keys))
         query, key = (each[::-1] if self.flipped else each for each in lengths)
-        return Pairs(query_lengths=query, key_lengths=key, causal=self.causal, scale=scale)
+        return Pairs(
+            query_lengths=query,
+            key_lengths=key,
+            causal=self.causal,
+            scale=scores.scale,
+            softcap=scores.softcap,
+        )
 
     @property
     def key_runs(self) -> tuple[tuple[int, tuple[Range, ...]], ...]:

@@ -20,17 +20,27 @@ Lengths = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How scores follow from products of queries and keys: times `scale`, and with a `softcap` c above 0 then
+    `c tanh(s / c)`."""
+
+    scale: float
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
     """Pairs of ranges of one call: pair i has `query_lengths[i]` queries and `key_lengths[i]` keys, none of them 0.
 
     `causal` pairs have as many queries as keys, and query i attends to keys j <= i; otherwise each query of a pair
-    attends to all its keys. Scores are multiplied by `scale`.
+    attends to all its keys. `scale` and `softcap` as of `Scores`.
     """
 
     query_lengths: Lengths
     key_lengths: Lengths
     causal: bool
     scale: float
+    softcap: float = 0.0
 
 
 class AttentionKernel(Protocol):
