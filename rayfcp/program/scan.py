@@ -2,7 +2,7 @@
 
 A *segment* is a run of consecutive tokens of a sequence that lie side by side in a rank's slot 0. It is an affine map
 of the layer's state, `S_out = T S_in + U`. The segments of a sequence in their order are the parts of a *chain*; a
-sequence of a single segment needs nothing from others. With parts 0 to n - 1 and S[i] the state before part i, S[0] = 0:
+sequence of a single segment needs nothing from others. With parts 0 to n - 1, S[i] the state before part i, S[0] = 0:
 
 1. Forward, the owners of parts 0 to n - 2 send U of each share of the heads to the rank that folds that share, and all
    but part 0 also T (`Payload.SUMMARY`). It computes `S[i + 1] = T_i S[i] + U_i`.
