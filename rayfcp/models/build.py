@@ -31,6 +31,7 @@ from rayfcp.models.library import (
 )
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.models.pretrained import fill_pretrained, read
+from rayfcp.models.recurrence_hook import hook_recurrence
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
 
@@ -45,7 +46,7 @@ class Initializer:
 
     Created from a model on the meta device before it is sharded. A value depends on (seed, module name) alone; at most
     one module's weights are whole at a time. The distribution is that of the innermost library model around the module,
-    and of adapters that of PEFT (`lora.draw`).
+    which may initialise it by the module that holds it, and of adapters that of PEFT (`lora.draw`).
 
     `draw_on`: the device that draws. Others than the CPU are faster, but their numbers depend on the kind of device.
     """
@@ -56,7 +57,9 @@ class Initializer:
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         self._templates = {name: _alone(module) for name, module in holders.items()}
         self._families = {name: _innermost(name, families) for name in holders}
-        self._mixed = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
+        parents = {name.rpartition(".")[0] for name in holders}
+        around = {name: model.get_submodule(name) for name in parents if name and name not in families}
+        self._parents = {name: _initialized(each) for name, each in around.items() if type(each) is not nn.ModuleList}
         # A tied matrix is drawn once, under its first name, which it has on every stage that holds it.
         self._drawn = {name for name, _ in model.named_parameters()}
 
@@ -65,7 +68,7 @@ class Initializer:
         """Overwrite the parameters `names` (None: all) and all buffers of `model`, which may be sharded by now.
 
         Raises:
-            ValueError: A module has both weights and submodules, and its family does not initialise some of these.
+            ValueError: A module of the family's own has weights which it does not initialise.
         """
         drawn = self._drawn if names is None else self._drawn.intersection(names)
         for name, template in self._templates.items():
@@ -85,7 +88,8 @@ class Initializer:
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device=self._draw_on).float()
-        own: list[Tensor] = list(fresh.parameters()) if name in self._mixed else []
+        is_torch = type(fresh).__module__.startswith("torch.nn.")
+        own: list[Tensor] = [] if is_torch or MARK in name else list(fresh.parameters())
         for tensor in own:
             tensor.detach().fill_(torch.nan)
         for tensor in (*fresh.parameters(), *fresh.buffers()):
@@ -97,11 +101,29 @@ class Initializer:
                 lora_module().draw(name, fresh)
             else:
                 self._families[name]._init_weights(fresh)
+                self._draw_by_parent(name, fresh)
         if any(bool(tensor.isnan().any()) for tensor in own):
-            raise ValueError(
-                f"{type(template).__name__} holds weights besides its submodules, which its family does not initialise"
-            )
+            raise ValueError(f"{type(template).__name__} holds weights which its family does not initialise")
         return fresh
+
+    def _draw_by_parent(self, name: str, fresh: nn.Module) -> None:
+        """Let the family initialise in `fresh` what it initialises by the module around it, such as the gates of some
+        experts."""
+        path, _, child = name.rpartition(".")
+        parent = self._parents.get(path)
+        if parent is not None:
+            kept = getattr(parent, child)
+            setattr(parent, child, fresh)
+            self._families[name]._init_weights(parent)
+            setattr(parent, child, kept)
+
+
+def _initialized(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, of which the library takes all weights for initialised."""
+    copied = copy.deepcopy(module)
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return copied
 
 
 def _alone(module: nn.Module) -> nn.Module:
@@ -237,12 +259,13 @@ def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
     """
     parts: list[nn.Module] = []
     num_whole = 0
+    hook_recurrence(model.model, compiled=True)
     for layer in model.layers:
-        if all(_has_static_shapes(each) for each in layer.children() if not _attends(each)):
+        if all(_has_static_shapes(each) for each in layer.children() if not _mixes_tokens(each)):
             compile_around_attention(layer, backend=backend)
             num_whole += 1
         else:
-            parts += [each for each in layer.children() if _has_static_shapes(each) and not _attends(each)]
+            parts += [each for each in layer.children() if _has_static_shapes(each) and not _mixes_tokens(each)]
     final = getattr(model.decoder, "norm", None)
     if model.stage.is_last and isinstance(final, nn.Module):
         parts.append(final)
@@ -251,8 +274,9 @@ def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
     return num_whole + len(parts)
 
 
-def _attends(part: nn.Module) -> bool:
-    return any("attention" in type(each).__name__.lower() for each in part.modules())
+def _mixes_tokens(part: nn.Module) -> bool:
+    """True for attention, and for recurrence, which begins with a convolution."""
+    return any("attention" in type(each).__name__.lower() or type(each) is nn.Conv1d for each in part.modules())
 
 
 def _has_static_shapes(part: nn.Module) -> bool:

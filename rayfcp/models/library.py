@@ -20,6 +20,7 @@ from transformers import (
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.models.layers import layers_of_each_type, num_experts
+from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
     from rayfcp.models.vision import VisionFamily
@@ -140,6 +141,9 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if getattr(config, name, None) is not None:
             setattr(tiny, name, FFN_SIZE)
+    if config.model_type in RECURRENT:
+        for name, value in RECURRENT[config.model_type].narrow(tiny).items():
+            setattr(tiny, name, value)
     tiny.vocab_size = VOCAB_SIZE
     if getattr(config, "sliding_window", None):
         tiny.sliding_window = min(tiny.sliding_window, WINDOW)

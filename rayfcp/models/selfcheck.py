@@ -157,6 +157,11 @@ def _packed(
             "some of its layers do not use our attention, or not with their window: "
             f"{context.stats.pairs:.0f} pairs computed, {num_layers} layers have {num_layers * shape.num_pairs:.0f}"
         )
+    kinds = kinds_of_layers(text_of(stages[-1].model.config))
+    recurrent = {number for number, kind in enumerate(kinds) if kind.recurrence}
+    if recurrent != context.stats.recurrent_layers:
+        others = sorted(recurrent ^ context.stats.recurrent_layers)
+        raise ValueError(f"its layers {others} do not use our recurrence, or use it and are not known to")
     return passed
 
 
