@@ -22,6 +22,7 @@ from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import (
     MARK,
     REWARD_HEAD,
+    kept_buffers,
     keywords_of,
     library_name,
     lora_module,
@@ -193,6 +194,18 @@ def random_model(
     model.tie()
     _fill_first(model, initializer, config=config, path=path)
     return model
+
+
+@torch.no_grad()
+def first_buffers(config: PreTrainedConfig, *, dtype: str, path: str | None) -> dict[str, Tensor]:
+    """The `kept_buffers` of a run's model by the library's names, on the CPU: those of `path` if that is given."""
+    model = empty_model(config, dtype=dtype)
+    initializer = Initializer(model, seed=0)
+    for module in model.modules():
+        held = {name: each for name, each in module._buffers.items() if each is not None}
+        module._buffers.update({name: torch.empty_like(each, device="cpu") for name, each in held.items()})
+    _fill_first(model, initializer, config=config, path=path, only_frozen=True)
+    return kept_buffers(model.model)
 
 
 def _fill_first(

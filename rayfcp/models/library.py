@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModel,
@@ -74,6 +75,16 @@ def has_reward_head(config: PreTrainedConfig) -> bool:
 def is_saved_classifier(config: PreTrainedConfig) -> bool:
     """True if the configuration was saved with the weights of a `*ForSequenceClassification`."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of the model's state, by name. No training changes them, and copies of the state hold parameters only."""
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def vision_family(config: PreTrainedConfig) -> "type[VisionFamily] | None":

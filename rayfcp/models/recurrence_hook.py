@@ -116,7 +116,9 @@ def _state_space(
     values = (hidden_states * steps.unsqueeze(-1)).to(hidden_states.dtype)
     parts = (each.squeeze(0) for each in (C, B, values, A * steps))
     out = linear_recurrence(*parts, context=context, kind=_kind(context)).unsqueeze(0)
-    return out if D is None else torch.addcmul(out, hidden_states, D.to(out.dtype).unsqueeze(-1))
+    if D is not None:
+        out = torch.addcmul(out, hidden_states, D.to(out.dtype).unsqueeze(-1))
+    return out
 
 
 def _unfused(_context: AttentionContext, *_args: Any, **_keywords: Any) -> None:
