@@ -11,12 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.build import DTYPES, random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.layers import kinds_of_layers
+from rayfcp.program import lower
 from rayfcp.values import SequenceSpec
 from rayfcp.values.layers import count_kinds
 from tests.execute.cases import SEED, VOCAB, Case, CaseTokens, Gradients
+from tests.execute.dense import run_ranks
+from tests.execute.threads import InProcessTransport
 from tests.models.families import disturb
 
 SMALL = {
@@ -132,3 +138,34 @@ def by_library(config: PreTrainedConfig, case: Case, *, dtype: str) -> tuple[flo
         total += float(loss.detach())
     zero = torch.zeros(())
     return total, {f"model.{name}": zero if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def in_process(config: PreTrainedConfig, case: Case, *, dtype: str) -> tuple[float, Gradients]:
+    """Mean loss and summed gradients of all ranks, each a thread with a whole model."""
+    first = disturbed(config, dtype=dtype)
+    models = [copy.deepcopy(first) for _ in range(case.num_ranks)]
+    programs = lower(case.plan(), with_kinds(case.sequences, config), reduce_every=case.reduce_every)
+    fabric, tokens = Fabric(case.num_ranks), CaseTokens(case)
+    losses = [0.0] * case.num_ranks
+
+    def work(rank: int) -> None:
+        transport = InProcessTransport(fabric, rank)
+        interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=models[rank])
+        losses[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets).loss_sum
+
+    run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
+    gradients: Gradients = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            own = torch.zeros(()) if parameter.grad is None else parameter.grad
+            gradients[name] = gradients.get(name, torch.zeros(())) + own
+    return sum(losses) / case.num_targets, gradients
+
+
+def assert_near(found: tuple[float, Gradients], want: tuple[float, Gradients], *, bound: float, what: object) -> None:
+    """Loss and the gradient of each parameter, relative to their norms."""
+    assert abs(found[0] - want[0]) <= bound * abs(want[0]), (what, found[0], want[0])
+    assert found[1].keys() == want[1].keys()
+    for name, gradient in found[1].items():
+        error, norm = float((gradient - want[1][name]).norm()), float(want[1][name].norm())
+        assert error <= bound * norm, (what, name, error / (norm or 1.0))
