@@ -37,8 +37,8 @@ class _Chunks:
     def split(self, tokens: Tensor, *, key_heads: int) -> Tensor:
         """`[tokens, heads, ...]` as `[chunks, key_heads, heads / key_heads, size, ...]`, zero where there is none."""
         padded = tokens.new_zeros((sum(self.active) * self.size, *tokens.shape[1:])).index_copy(0, self.rows, tokens)
-        by_heads: Tensor = padded.unflatten(1, (key_heads, -1))
-        return by_heads.unflatten(0, (-1, self.size)).movedim(1, 3)
+        chunks: Tensor = padded.unflatten(1, (key_heads, -1)).unflatten(0, (-1, self.size))
+        return chunks.movedim(1, 3)
 
     def joined(self, chunks: Tensor) -> Tensor:
         """The inverse of `split`."""

@@ -2,16 +2,18 @@
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rayfcp.execute.attention.schedule import take_rows
 from rayfcp.execute.attention.slots import accumulator_dtype
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import Lengths
+from rayfcp.program import Range
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,18 @@ class Gated:
         """Those that are there."""
         given = (self.query, self.key, self.value, self.log_decay)
         return given if self.beta is None else (*given, self.beta)
+
+    def split(self, lengths: Lengths) -> "Iterator[Gated]":
+        """The inputs of each sequence."""
+        return map(self.of, zip(*(each.split(lengths) for each in self.tensors), strict=True))
+
+    def rows(self, ranges: Sequence[Range]) -> "Gated":
+        """The inputs of some tokens."""
+        return self.of([take_rows(each, ranges) for each in self.tensors])
+
+    def with_values(self, value: Tensor) -> "Gated":
+        """Other values."""
+        return replace(self, value=value)
 
     def of(self, tensors: Sequence[Tensor]) -> "Gated":
         """Other tensors in place of `tensors`."""
