@@ -33,7 +33,7 @@ from rayfcp.models.library import (
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.models.pretrained import fill_pretrained, read
 from rayfcp.models.recurrence_hook import hook_recurrence
-from rayfcp.models.stages import Stage, stages_of
+from rayfcp.models.stages import SkippedModule, Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -47,7 +47,7 @@ class Initializer:
 
     Created from a model on the meta device before it is sharded. A value depends on (seed, module name) alone; at most
     one module's weights are whole at a time. The distribution is that of the innermost library model around the module,
-    which may initialise it by the module that holds it, and of adapters that of PEFT (`lora.draw`).
+    which may initialise it by one that holds it, and of adapters that of PEFT (`lora.draw`).
 
     `draw_on`: the device that draws. Others than the CPU are faster, but their numbers depend on the kind of device.
     """
@@ -58,9 +58,7 @@ class Initializer:
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         self._templates = {name: _alone(module) for name, module in holders.items()}
         self._families = {name: _innermost(name, families) for name in holders}
-        parents = {name.rpartition(".")[0] for name in holders}
-        around = {name: model.get_submodule(name) for name in parents if name and name not in families}
-        self._parents = {name: _initialized(each) for name, each in around.items() if type(each) is not nn.ModuleList}
+        self._whole = _initialized(model)
         # A tied matrix is drawn once, under its first name, which it has on every stage that holds it.
         self._drawn = {name for name, _ in model.named_parameters()}
 
@@ -90,7 +88,8 @@ class Initializer:
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device=self._draw_on).float()
         is_torch = type(fresh).__module__.startswith("torch.nn.")
-        own: list[Tensor] = [] if is_torch or MARK in name else list(fresh.parameters())
+        own: list[Tensor] = [] if is_torch or MARK in name else [*fresh.parameters(), *fresh.buffers()]
+        own = [tensor for tensor in own if tensor.is_floating_point()]
         for tensor in own:
             tensor.detach().fill_(torch.nan)
         for tensor in (*fresh.parameters(), *fresh.buffers()):
@@ -102,28 +101,37 @@ class Initializer:
                 lora_module().draw(name, fresh)
             else:
                 self._families[name]._init_weights(fresh)
-                self._draw_by_parent(name, fresh)
+                self._draw_by_ancestors(name, fresh)
         if any(bool(tensor.isnan().any()) for tensor in own):
             raise ValueError(f"{type(template).__name__} holds weights which its family does not initialise")
         return fresh
 
-    def _draw_by_parent(self, name: str, fresh: nn.Module) -> None:
-        """Let the family initialise in `fresh` what it initialises by the module around it, such as the gates of some
-        experts."""
+    def _draw_by_ancestors(self, name: str, fresh: nn.Module) -> None:
+        """Let the family initialise in `fresh` what it initialises by modules around it, such as the gates of some
+        experts: in a copy of the model whose other weights it takes for initialised."""
         path, _, child = name.rpartition(".")
-        parent = self._parents.get(path)
-        if parent is not None:
-            kept = getattr(parent, child)
-            setattr(parent, child, fresh)
-            self._families[name]._init_weights(parent)
-            setattr(parent, child, kept)
+        holder = self._whole.get_submodule(path)
+        replaced = getattr(holder, child)
+        fresh._modules.update(replaced._modules)
+        setattr(holder, child, fresh)
+        names = path.split(".")
+        for end in range(len(names), 0, -1):
+            ancestor = self._whole.get_submodule(".".join(names[:end]))
+            if not isinstance(ancestor, nn.ModuleList):
+                self._families[name]._init_weights(ancestor)
+        setattr(holder, child, replaced)
+        fresh._modules.clear()
 
 
-def _initialized(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, of which the library takes all weights for initialised."""
-    copied = copy.deepcopy(module)
+def _initialized(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, without layers of other stages, whose weights the library takes for initialised."""
+    copied = copy.deepcopy(model)
     for tensor in (*copied.parameters(), *copied.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    for module in copied.modules():
+        if isinstance(module, nn.ModuleList):
+            for name in [name for name, each in module._modules.items() if isinstance(each, SkippedModule)]:
+                del module._modules[name]
     return copied
 
 

@@ -129,6 +129,9 @@ def by_library(config: PreTrainedConfig, case: Case, *, dtype: str) -> tuple[flo
     keywords = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords).to(DTYPES[dtype]).train()
     model.load_state_dict(disturbed(config, dtype=dtype).model.state_dict())
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # tables of factors have the precision in which they were made
+            module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
     total = 0.0
     for row in CaseTokens(case).rows:
         ids = torch.from_numpy(row)[None]
