@@ -93,9 +93,12 @@ def with_kinds(sequences: Sequence[SequenceSpec], config: PreTrainedConfig) -> l
 
 
 @contextmanager
-def without_casts() -> Iterator[None]:
-    """Let casts to fp32 give fp64: families compute gates, norms and routers in fp32 whatever comes in, which hides
-    differences that fp64 shows."""
+def exact(dtype: str) -> Iterator[None]:
+    """In fp64 let casts to fp32 give fp64: families compute gates, norms and routers in fp32 whatever comes in, which
+    hides differences that fp64 shows."""
+    if dtype != "float64":
+        yield
+        return
     to, softmax = torch.Tensor.to, F.softmax
 
     def wide(value: Any) -> Any:
@@ -133,12 +136,13 @@ def by_library(config: PreTrainedConfig, case: Case, *, dtype: str) -> tuple[flo
         if hasattr(module, "decay_factors"):  # tables of factors have the precision in which they were made
             module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
     total = 0.0
-    for row in CaseTokens(case).rows:
-        ids = torch.from_numpy(row)[None]
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        loss = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / case.num_targets
-        loss.backward()
-        total += float(loss.detach())
+    with exact(dtype):
+        for row in CaseTokens(case).rows:
+            ids = torch.from_numpy(row)[None]
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+            loss = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / case.num_targets
+            loss.backward()
+            total += float(loss.detach())
     zero = torch.zeros(())
     return total, {f"model.{name}": zero if p.grad is None else p.grad for name, p in model.named_parameters()}
 
@@ -156,7 +160,8 @@ def in_process(config: PreTrainedConfig, case: Case, *, dtype: str) -> tuple[flo
         interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=models[rank])
         losses[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets).loss_sum
 
-    run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
+    with exact(dtype):
+        run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
     gradients: Gradients = {}
     for model in models:
         for name, parameter in model.named_parameters():
