@@ -133,10 +133,12 @@ def _by_head(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
     """[queries, heads, ...] -> [kv_heads, heads of a group x queries, ...]."""
-    return tensor.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    grouped: Tensor = tensor.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return grouped
 
 
 def _ungrouped(tensor: Tensor, query: Tensor) -> Tensor:
     """The inverse of `_grouped`: [queries, heads, ...]."""
     group = query.shape[1] // tensor.shape[0]
-    return tensor.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+    rows: Tensor = tensor.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+    return rows
