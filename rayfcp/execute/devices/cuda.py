@@ -45,6 +45,9 @@ class CudaKernel:
         self._kernels = {torch.float16: half, torch.bfloat16: half, torch.float32: single}
         self.name = f"{half.name}, {single.name} in fp32"
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
+        return self._of(query.dtype).supports(query, pairs=pairs)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         out, lse = self._of(query.dtype).forward(padded(query), padded(key), padded(value), pairs=pairs)
         return out[..., : query.shape[-1]], lse
