@@ -10,7 +10,7 @@ from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts, by family."""
 
 
@@ -54,7 +54,7 @@ def layers_of_each_type(config: PreTrainedConfig) -> int:
 
 def num_experts(config: PreTrainedConfig) -> int:
     """Experts of a layer, 0 if the model has none."""
-    return max(int(getattr(config, name, None) or 0) for name in _EXPERT_COUNTS)
+    return max(int(getattr(config, name, None) or 0) for name in EXPERT_COUNTS)
 
 
 def check_experts(config: PreTrainedConfig) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.models.layers import layers_of_each_type, num_experts
+from rayfcp.models.layers import EXPERT_COUNTS, layers_of_each_type, num_experts
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HEADS = 2
 FFN_SIZE = 64
+NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
 """Sizes of `narrowed` models."""
@@ -135,7 +136,7 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as contain one
+    """A copy with few layers, heads, experts and words, narrow MLPs and short windows; at least as many layers as contain one
     of each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
     heads stay grouped. A vision encoder is narrowed too."""
     family = vision_family(config)
@@ -155,6 +156,10 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     if config.model_type in RECURRENT:
         for name, value in RECURRENT[config.model_type].narrow(tiny).items():
             setattr(tiny, name, value)
+    if num_experts(config) and (getattr(config, "n_group", None) or 1) == 1:
+        for name in EXPERT_COUNTS:
+            if getattr(config, name, None):
+                setattr(tiny, name, min(num_experts(config), max(NUM_EXPERTS, config.num_experts_per_tok)))
     tiny.vocab_size = VOCAB_SIZE
     if getattr(config, "sliding_window", None):
         tiny.sliding_window = min(tiny.sliding_window, WINDOW)
