@@ -126,8 +126,8 @@ class ModelProfile:
         for name in ("kind_of_layer", "layers"):
             if len(getattr(self, name)) not in (0, self.num_layers):
                 raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries, must be empty or have one for each of "
-                    f"{self.num_layers} layers; correct the model's profile"
+                    f"{name} has {len(getattr(self, name))} entries, must be empty or describe that of each "
+                    f"of {self.num_layers} layers; correct the model's profile"
                 )
 
     @classmethod
