@@ -47,9 +47,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainEnd:
-    """A head or tail, part `part` of chain `chain`, on this rank. `rows`: a head's, behind those of slot 0, or a tail's
-    of the halo buffer. `microbatch`: the one whose tail a head was."""
+    """A head or tail of `sequence`, part `part` of chain `chain`, on this rank. `rows`: a head's, behind those of slot
+    0, or a tail's of the halo buffer. `microbatch`: the one whose tail, of the same sequence, a head was."""
 
+    sequence: int
     chain: int
     part: int
     rows: Range
@@ -79,7 +80,8 @@ class Chain:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMessage:
     """All that travels of a round between this rank and rank `peer` in one direction: of each (chain, part) of `items`
-    the heads that the end which folds has. Both ends have the same items in the same order."""
+    the heads that the end which folds has. Both ends have the same items in the same order. Where those are no heads of
+    any item, which both ends know, nothing is sent."""
 
     peer: int
     items: tuple[tuple[int, int], ...]

@@ -15,7 +15,8 @@ import numpy as np
 from rayfcp.program.attends import BlockSets
 from rayfcp.program.attention import padding_number
 from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column
-from rayfcp.program.programs import Pieces, Programs
+from rayfcp.program.pieces import Pieces
+from rayfcp.program.programs import Programs
 from rayfcp.program.table import AttentionTable
 from rayfcp.values import LayerKind, SequenceSpec
 from rayfcp.values.arrays import Ints, expanded
