@@ -1,4 +1,4 @@
-"""Kinds of decoder layers that a configuration describes: attention windows, and MLPs of experts."""
+"""Kinds of decoder layers that a configuration describes: attention windows, recurrence, and MLPs of experts."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
+from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -16,10 +17,12 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
-        ConfigError: A layer's attention is neither full nor over a window of known size.
+        ConfigError: A layer's attention is neither full nor over a window of known size, or the family's recurrence has
+            no kernel.
     """
+    check_recurrence(config)
     types = getattr(config, "layer_types", None) or []
-    unknown = sorted(set(types) - {_FULL, _SLIDING})
+    unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(
             f"model: layers are of types {unknown}, only {_FULL} and {_SLIDING} run; choose another model"
@@ -38,7 +41,8 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """
     window = getattr(config, "sliding_window", None) or 0
     types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    kinds = tuple(LayerKind(window=window) if each == _SLIDING else FULL for each in types[: config.num_hidden_layers])
+    attends = {_FULL: FULL, _SLIDING: LayerKind(window=window)}
+    kinds = tuple(mixing_of(config, each) or attends.get(each, FULL) for each in types[: config.num_hidden_layers])
     return kinds if set(kinds) != {FULL} else ()
 
 
