@@ -75,7 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "num_hidden_layers": 2},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "num_hidden_layers": 3},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": TYPES},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2},
