@@ -280,7 +280,7 @@ def _around(config: PreTrainedConfig, *, freeze_vision: bool, lora: LoraConfig |
     """Fields of a profile that the language model's configuration does not tell."""
     has_adapters, family = lora is not None and lora.rank is not None, vision_family(config)
     return {
-        "tied_embeddings": bool(config.tie_word_embeddings) and not has_reward_head(config),
+        "tied_embeddings": bool(getattr(config, "tie_word_embeddings", False)) and not has_reward_head(config),
         "num_outputs": 1 if has_reward_head(config) else None,
         "vision": None if family is None else family.profile(config, frozen=freeze_vision or has_adapters),
         "adapter": lora_module().adapter_profile(config, lora) if has_adapters else None,
