@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.values import FULL, LayerKind
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts, by family."""
 
@@ -19,6 +19,11 @@ def check_layer_types(config: PreTrainedConfig) -> None:
         ConfigError: A layer's attention is neither full nor over a window of known size.
     """
     types = getattr(config, "layer_types", None) or []
+    if _INDEXED in types:
+        raise ConfigError(
+            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, but a rank has a "
+            "part of them; choose another model, such as deepseek_v3"
+        )
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
         raise ConfigError(

@@ -28,6 +28,7 @@ HEADS = 2
 FFN_SIZE = 64
 VOCAB_SIZE = 61
 WINDOW = 7
+_LATENT_SIZES = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20}
 """Sizes of `narrowed` models."""
 
 
@@ -140,6 +141,11 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if getattr(config, name, None) is not None:
             setattr(tiny, name, FFN_SIZE)
+    for name, value in _LATENT_SIZES.items():
+        if getattr(config, name, None) is not None:
+            setattr(tiny, name, value)
+    if getattr(config, "first_k_dense_replace", None):
+        tiny.first_k_dense_replace = 1
     tiny.vocab_size = VOCAB_SIZE
     if getattr(config, "sliding_window", None):
         tiny.sliding_window = min(tiny.sliding_window, WINDOW)
