@@ -20,7 +20,7 @@ from transformers import (
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.models.layers import EXPERT_COUNTS, layers_of_each_type, num_experts
+from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, layers_of_each_type, num_experts
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ FFN_SIZE = 64
 NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
+_LATENT_SIZES = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20}
 """Sizes of `narrowed` models."""
 
 
@@ -159,7 +160,12 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     if num_experts(config) and (getattr(config, "n_group", None) or 1) == 1:
         for name in EXPERT_COUNTS:
             if getattr(config, name, None):
-                setattr(tiny, name, min(num_experts(config), max(NUM_EXPERTS, config.num_experts_per_tok)))
+                setattr(tiny, name, min(num_experts(config), max(NUM_EXPERTS, experts_per_token(config))))
+    for name, value in _LATENT_SIZES.items():
+        if getattr(config, name, None) is not None:
+            setattr(tiny, name, value)
+    if getattr(config, "first_k_dense_replace", None):
+        tiny.first_k_dense_replace = 1
     tiny.vocab_size = VOCAB_SIZE
     if getattr(config, "sliding_window", None):
         tiny.sliding_window = min(tiny.sliding_window, WINDOW)

@@ -46,8 +46,9 @@ class Pairs:
 class AttentionKernel(Protocol):
     """Attention over packed pairs.
 
-    Queries `[queries, heads, head_dim]` and keys, values `[keys, kv_heads, head_dim]` of all pairs are concatenated;
-    `heads` is a multiple of `kv_heads`. Inputs may be strided views whose last dimension is contiguous.
+    Queries `[queries, heads, head_dim]`, keys `[keys, kv_heads, head_dim]` and values `[keys, kv_heads, value_dim]` of
+    all pairs are concatenated; `heads` is a multiple of `kv_heads`. Kernels that want one size of keys and values are
+    called by `rayfcp.execute.kernels.widths`. Inputs may be strided views whose last dimension is contiguous.
     """
 
     name: str
@@ -57,7 +58,7 @@ class AttentionKernel(Protocol):
         ...
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """out `[queries, heads, head_dim]` in the input's dtype; natural logsumexp `[queries, heads]` in fp32 (fp64
+        """out `[queries, heads, value_dim]` in the input's dtype; natural logsumexp `[queries, heads]` in fp32 (fp64
         for fp64)."""
         ...
 
@@ -72,7 +73,7 @@ class MergeKernel(Protocol):
     """Merge of partial attention results in one launch; see `rayfcp.execute.attention.slots.MergedAttention`."""
 
     def __call__(self, known_out: Tensor, known_lse: Tensor, *, rows: Tensor | int, out: Tensor, lse: Tensor) -> None:
-        """Merge `out` `[rows, heads, head_dim]` and `lse` `[rows, heads]`, results of further keys, into rows of
+        """Merge `out` `[rows, heads, value_dim]` and `lse` `[rows, heads]`, results of further keys, into rows of
         `known_out` and `known_lse`, fp32.
 
         `rows`: row numbers, int64, none twice; or the first of consecutive ones.

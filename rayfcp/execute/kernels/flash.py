@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.kernels import AttentionKernel, Pairs, offsets_of, repeated
+from rayfcp.execute.kernels.widths import Widths
 
 MAX_FLASH_4_HEAD_DIM = 128
 """Largest head_dim that flash-attn 4 takes on all devices that it supports."""
+
+FLASH_3_WIDTHS = Widths(key=(129, 192), value=(97, 128))
+"""Sizes of keys and values that flash-attn 3 takes although they differ (`hopper/flash_api.cpp`, `mha_fwd`)."""
 
 
 def _options(pairs: Pairs, device: torch.device) -> dict[str, Any]:
