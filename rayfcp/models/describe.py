@@ -14,6 +14,8 @@ from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfi
 from rayfcp.data.hub import locate
 from rayfcp.models.layers import check_experts, check_layer_types, expert_matrices, kinds_of_layers, num_experts
 from rayfcp.models.library import (
+    decoder_layers,
+    decoder_of,
     has_reward_head,
     is_saved_classifier,
     lora_module,
@@ -29,23 +31,13 @@ from rayfcp.values import ModelProfile
 NAMED_POSITIONS = 131072
 """Positions of models given by name."""
 
-_REFUSED = {
-    "attn_logit_softcapping": "caps the logits of its attention, which kernels over several ranks do not",
-    "final_logit_softcapping": "caps its logits, which the loss does not",
-    "logit_scale": "scales its logits, which the loss does not",
-}
-"""Keys that must not be set, with the reason."""
-
-_SINK = re.compile(r"\bsinks?\b")
-"""Attention parameters that receive attention weight instead of the keys."""
-
 _SAME_NAMES = (
     *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
     *("tied_embeddings", "num_experts", "experts_per_token"),
 )
 """Fields that mean the same in `ModelProfile` and `ArchitectureConfig`."""
 
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def model_config(
@@ -170,24 +162,11 @@ def check_runs(found: PreTrainedConfig) -> None:
         ConfigError: The language model uses what we do not run, or does not state its shape (see `model_config`).
     """
     check_layer_types(found)
-    for name, why in _REFUSED.items():
-        value = getattr(found, name, None)
-        if value is not None:
-            raise ConfigError(f"model: {found.model_type} {why} ({name}={value}); choose another model")
-    if getattr(found, "logits_scaling", None) not in (None, 1.0):
-        raise ConfigError(f"model: logits_scaling={found.logits_scaling} is not supported; choose another model")
     _check_dropout(found)
     for name in _SHAPE:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
-    (parameters,) = _layer_parameters(found, num_layers=1)
-    sink = next((name for name in parameters if _SINK.search(name)), None)
-    if sink is not None:
-        raise ConfigError(
-            f"model: {found.model_type} has attention sinks ({sink}), which kernels over several ranks "
-            "lack; choose another model"
-        )
 
 
 def dropout_keys(found: PreTrainedConfig) -> list[str]:
@@ -337,7 +316,7 @@ def _layer_parameters(config: PreTrainedConfig, *, num_layers: int) -> list[dict
     """
     try:
         with torch.device("meta"):
-            layers = make_language_model(with_layers(config, num_layers)).get_decoder().layers
+            layers = decoder_layers(decoder_of(make_language_model(with_layers(config, num_layers))))
         if len(layers) != num_layers:
             raise ValueError(f"num_hidden_layers={num_layers} makes {len(layers)}")
         return [dict(layer.named_parameters()) for layer in layers]
