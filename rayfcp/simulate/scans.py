@@ -74,12 +74,19 @@ class ScanWork:
             halos=halos.astype(np.float64).reshape(num_ranks, num_ranks),
         )
 
-    def shares(self, num_heads: int) -> Floats:
-        """`[chain, rank]`: share of the heads of a layer that a rank folds (`rayfcp.program.scan.Chain`)."""
-        count = self.folders[:, None]
-        some = num_heads * (self.position + 1) // count - num_heads * self.position // count
-        found = np.where(count <= 2, num_heads, some) * (self.position >= 0)
-        return np.asarray(found / num_heads)
+    def shares(self, num_heads: int, *, num_columns: int) -> tuple[Floats, Floats]:
+        """`[chain, rank]`: shares of the transitions and of the states of a layer that a rank folds
+        (`rayfcp.program.scan.Chain.share`)."""
+        at, count = self.position, self.folders[:, None]
+        heads = num_heads * (at + 1) // count - num_heads * at // count
+        head = num_heads * at // count
+        first, last = (-(-each * count // num_heads) for each in (head, head + 1))
+        width = np.maximum(last - first, 1)
+        columns = num_columns * (at - first + 1) // width - num_columns * (at - first) // width
+        gathered, by_columns = count <= 2, (count > num_heads) & (count > 2)
+        heads = np.where(gathered, num_heads, np.where(by_columns, columns > 0, heads)) * (at >= 0)
+        states = heads * np.where(by_columns, columns, num_columns)
+        return heads / num_heads, states / (num_heads * num_columns)
 
 
 def recurrences(shape: LayerProfile) -> list[RecurrenceProfile]:
@@ -113,10 +120,10 @@ class _Layer:
     def __init__(self, work: ScanWork, mixer: RecurrenceProfile, *, machine: Machine) -> None:
         self._work, self._mixer, self._machine = work, mixer, machine
         transition, state = mixer.state_elements
-        share = work.shares(mixer.num_heads)
+        whole, share = work.shares(mixer.num_heads, num_columns=mixer.value_dim)
         alone = work.folders[:, None] > 2  # elsewhere each folds for itself, and nothing comes back
         lead, later, inner = (STATE_BYTES * each for each in (work.leading, work.later, work.inner))
-        self._summaries = _apart((state * lead + transition * inner).T @ share)
+        self._summaries = _apart((state * lead).T @ share + (transition * inner).T @ whole)
         self._adjoints = _apart((state * later).T @ share)
         self._states = _apart(share.T @ (state * later * alone))
         self._state_grads = _apart(share.T @ (state * lead * alone))

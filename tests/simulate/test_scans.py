@@ -51,9 +51,10 @@ def sent(scan: ScanProgram, name: str, *, mixer: RecurrenceProfile) -> Counter[t
         for number, part in message.items:
             chain = scan.chains[number]
             folder = message.peer if name in ("summaries", "adjoints") else scan.rank
-            first, last = chain.heads(folder, num_heads=mixer.num_heads)
-            size = mixer.key_dim * mixer.value_dim + mixer.transition_size * (name == "summaries" and part > 0)
-            found[scan.rank, message.peer] += 4 * (last - first) * size
+            share = chain.share(folder, num_heads=mixer.num_heads, num_columns=mixer.value_dim)
+            columns, has_transition = share.columns[1] - share.columns[0], name == "summaries" and part > 0
+            size = mixer.key_dim * columns + mixer.transition_size * has_transition
+            found[scan.rank, message.peer] += 4 * (share.heads[1] - share.heads[0]) * size
     return found
 
 
