@@ -38,7 +38,7 @@ class ScanCost:
         cls, model: ModelProfile, hardware: HardwareProfile, *, bytes_per_element: int
     ) -> "ScanCost | None":
         """Of the recurrent layers of a model; None if it has none."""
-        mixers = [each for layer in model.every_layer for each in layer.mixers if each.state_elements[1]]
+        mixers = [each for layer in model.every_layer for each in layer.mixers if each.kind.recurrence]
         if not mixers:
             return None
         transitions, states = (sum(column) for column in zip(*(each.state_elements for each in mixers), strict=True))
@@ -46,7 +46,7 @@ class ScanCost:
             transition_bytes=float(STATE_BYTES * transitions),
             state_bytes=float(STATE_BYTES * states),
             halo_bytes=float(bytes_per_element * sum(each.halo_elements for each in mixers)),
-            round_s=len(mixers) * hardware.latency_s,
+            round_s=sum(each.state_elements[1] > 0 for each in mixers) * hardware.latency_s,
             halo_s=sum(each.halo_elements > 0 for each in mixers) * hardware.latency_s,
             intra_bandwidth=hardware.intra_node_bandwidth,
             inter_bandwidth=inter_bandwidth(hardware),
@@ -67,4 +67,4 @@ class ScanCost:
     def forward_only(self) -> "ScanCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
         forward = self.transition_bytes + 2 * self.state_bytes + self.halo_bytes
-        return dataclasses.replace(self, share=self.share * forward / (2 * forward - self.transition_bytes))
+        return dataclasses.replace(self, share=self.share * forward / (2 * forward - self.transition_bytes or 1))

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Self
 
-from rayfcp.values.layers import FULL, LayerKind, RecurrentKind, TokenwiseKind
+from rayfcp.values.layers import FULL, HybridKind, LayerKind, RecurrentKind, TokenwiseKind
 
 STATE_BYTES = 4
 """Bytes of a number of a recurrent state, on the wire too: bf16 messages lose three digits of the gradients."""
@@ -180,7 +180,7 @@ class AttentionProfile(MixerProfile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceProfile(MixerProfile):
-    """A recurrence with a state of `num_heads` x `key_dim` x `value_dim`.
+    """A recurrence with a state of `num_heads` x `key_dim` x `value_dim`, or, with `key_dim` 0, a convolution alone.
 
     `transition_size`: numbers of a head's T: `key_dim`^2 where it is a matrix (delta rules), `key_dim` where it is
     diagonal, 1 where it is a scalar, 0 where it is a constant. `conv_channels`: of the causal convolution before it, 0
@@ -204,6 +204,8 @@ class RecurrenceProfile(MixerProfile):
     def token_flops(self) -> int:
         """In chunks: scores of keys and values inside, as of `CHUNK_TOKENS` / 2 keys, and the state read and written;
         a delta rule solves a triangular system beside."""
+        if not self.key_dim:
+            return 0
         inside = CHUNK_TOKENS * (self.key_dim + self.value_dim)
         state = 4 * self.key_dim * self.value_dim
         solved = CHUNK_TOKENS * (2 * self.key_dim + self.value_dim) if self.is_delta else 0
@@ -215,7 +217,7 @@ class RecurrenceProfile(MixerProfile):
 
     @property
     def halo_elements(self) -> int:
-        return self.conv_channels * self.kind.halo if isinstance(self.kind, RecurrentKind) else 0
+        return self.conv_channels * self.kind.recurrence.halo if self.kind.recurrence else 0
 
     def output_parameters(self, hidden_size: int) -> int:
         return hidden_size * self.num_heads * self.value_dim
@@ -273,14 +275,13 @@ class LayerProfile:
         return next((each for each in self.mixers if isinstance(each, AttentionProfile)), None)
 
     @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of its mixers."""
-        return tuple(each.kind for each in self.mixers) or (_NONE,)
-
-    @property
     def kind(self) -> LayerKind:
-        """Kind of its attention, or else of its first mixer."""
-        return self.attention.kind if self.attention else self.kinds[0]
+        """Kind of its mixers."""
+        recurrence = next((each.kind.recurrence for each in self.mixers if each.kind.recurrence), None)
+        if self.attention is None:
+            return recurrence or _NONE
+        own = self.attention.kind
+        return HybridKind(window=own.window, chunk=own.chunk, halo=recurrence.halo) if recurrence else own
 
     @property
     def has_experts(self) -> bool:

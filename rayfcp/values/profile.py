@@ -192,26 +192,25 @@ class ModelProfile:
         layers have full attention, and nothing else."""
         weights: dict[LayerKind, int] = {}
         for layer in self.every_layer:
-            for mixer in layer.mixers:
-                weights[mixer.kind] = weights.get(mixer.kind, 0) + mixer.pair_flops
-            if not layer.mixers:
-                weights.setdefault(layer.kind, 0)
+            weights[layer.kind] = weights.get(layer.kind, 0) + layer.pair_flops
         if weights.keys() == {FULL}:
             return ()
-        unit = math.gcd(*(mixer.pair_flops for layer in self.every_layer for mixer in layer.mixers)) or 1
+        unit = math.gcd(*(layer.pair_flops for layer in self.every_layer)) or 1
         return tuple(sorted((kind, weight // unit) for kind, weight in weights.items()))
 
     @property
     def attention_kinds(self) -> LayerKinds:
-        """`layer_kinds` of those that attend; empty where all have full attention."""
-        found = tuple((kind, weight) for kind, weight in self.layer_kinds if attends(kind))
-        return () if {kind for kind, _ in found} <= {FULL} else found
+        """`layer_kinds` of attention alone; empty where it is full in all layers that attend."""
+        weights: dict[LayerKind, int] = {}
+        for kind, weight in self.layer_kinds:
+            if attends(kind):
+                mask = LayerKind(window=kind.window, chunk=kind.chunk)
+                weights[mask] = weights.get(mask, 0) + weight
+        return () if weights.keys() <= {FULL} else tuple(sorted(weights.items()))
 
     def stage_kinds(self, layers_of_stage: Sequence[int]) -> tuple[LayerKinds, ...]:
         """Number of layers by kind in each stage, also where all have full attention."""
-        return tuple(
-            count_kinds(kind for layer in layers for kind in layer.kinds) for layers in self.layers_of(layers_of_stage)
-        )
+        return tuple(count_kinds(each.kind for each in layers) for layers in self.layers_of(layers_of_stage))
 
     @property
     def has_experts(self) -> bool:
