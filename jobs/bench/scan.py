@@ -13,13 +13,15 @@ rank; `tree`: recursive doubling.
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayfcp.plan import hardware_profile
+from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
+from rayfcp.simulate.scans import recurrences
 from rayfcp.values import (
     BatchPlan,
     Group,
@@ -29,31 +31,12 @@ from rayfcp.values import (
     ModelProfile,
     Primitive,
     RecurrenceProfile,
-    RecurrentKind,
     SequenceSpec,
     SpanKind,
 )
 from rayfcp.values.mixers import STATE_BYTES
 
-KIND = RecurrentKind(halo=3)
-LAYERS = {  # mixer, hidden size, width of the MLPs that a token passes; the models' published config.json
-    "qwen3-next-80b-a3b": (
-        RecurrenceProfile(
-            kind=KIND, num_heads=32, key_dim=128, value_dim=128, transition_size=128**2, conv_channels=8192,
-            parameters=33_718_272,
-        ),
-        2048,
-        11 * 512,
-    ),
-    "nemotron-h-8b": (
-        RecurrenceProfile(
-            kind=KIND, num_heads=128, key_dim=128, value_dim=64, transition_size=1, conv_channels=10240,
-            parameters=109_617_152,
-        ),
-        4096,
-        0,
-    ),
-}  # fmt: skip
+MODELS = ("qwen3-next-80b-a3b", "nemotron-h-8b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +78,23 @@ def schemes_s(mixer: RecurrenceProfile, links: Links) -> dict[str, float]:
     }
 
 
-def layer_s(name: str, hardware: HardwareProfile, *, degree: int, tokens: int, cut: bool) -> float:
+def recurrent_layer(name: str) -> tuple[LayerProfile, RecurrenceProfile]:
+    """A model's first layer with a recurrence."""
+    layer = next(each for each in model_profile(name).every_layer if recurrences(each))
+    return layer, recurrences(layer)[0]
+
+
+def layer_s(layer: LayerProfile, hardware: HardwareProfile, *, degree: int, tokens: int, cut: bool) -> float:
     """Simulated seconds of the recurrence of one layer, forward and backward, of one sequence over all ranks (`cut`)
     or one on each."""
-    mixer, hidden_size, ffn_size = LAYERS[name]
-    layer = LayerProfile(mixers=(mixer,), hidden_size=hidden_size, ffn_size=ffn_size)
-    model = ModelProfile.of_layers([layer], name=name, vocab_size=1)
+    model = ModelProfile.of_layers([layer], name="one layer", vocab_size=1)
     count = 1 if cut else degree
     groups = tuple(
         Group(ranks=tuple(range(degree)) if cut else (at,), sequences=(at,), primitive=Primitive.ULYSSES)
         for at in range(count)
     )
     sequences = [
-        SequenceSpec(id=at, num_tokens=tokens * degree // count, num_targets=1, layer_kinds=((KIND, 1),))
+        SequenceSpec(id=at, num_tokens=tokens * degree // count, num_targets=1, layer_kinds=model.layer_kinds)
         for at in range(count)
     ]
     plan = BatchPlan(
@@ -134,12 +121,12 @@ ROUNDS = (SpanKind.ATTENTION, SpanKind.TRANSFER, SpanKind.WAIT)
 def rows(hardware: HardwareProfile, *, degrees: list[int], tokens: int) -> Iterator[dict[str, float | str]]:
     """A row for each layer and degree; seconds."""
     instant = replace(hardware, linear_half_tokens=0.0)
-    for name, (mixer, hidden_size, ffn_size) in LAYERS.items():
-        matrices = 6.0 * (mixer.parameters + 3 * hidden_size * ffn_size)
+    for name in MODELS:
+        layer, mixer = recurrent_layer(name)
         for degree in degrees:
-            states_s, alone_s = (layer_s(name, instant, degree=degree, tokens=1, cut=cut) for cut in (True, False))
-            cut_s, whole_s = (layer_s(name, hardware, degree=degree, tokens=tokens, cut=cut) for cut in (True, False))
-            linear_s = matrices * tokens / (hardware.peak_flops * hardware.linear_efficiency)
+            states_s, alone_s = (layer_s(layer, instant, degree=degree, tokens=1, cut=cut) for cut in (True, False))
+            cut_s, whole_s = (layer_s(layer, hardware, degree=degree, tokens=tokens, cut=cut) for cut in (True, False))
+            linear_s = 6.0 * layer.matmul_parameters * tokens / (hardware.peak_flops * hardware.linear_efficiency)
             yield {
                 "layer": name,
                 "degree": degree,
@@ -160,10 +147,10 @@ def main() -> None:
     args = parser.parse_args()
     found = list(rows(hardware_profile(args.hardware), degrees=args.degrees, tokens=args.tokens))
     names = ("states", "exposed", "heads", "gather", "ring", "tree")
-    print(f"{'layer':20}{'n':>5}" + "".join(f"{name:>9}" for name in names) + f"{'share':>8}  (us)")
+    sys.stdout.write(f"{'layer':20}{'n':>5}{''.join(f'{name:>9}' for name in names)}{'share':>8}  (us)\n")
     for row in found:
         figures = "".join(f"{1e6 * float(row[name]):9.0f}" for name in names)
-        print(f"{row['layer']:20}{row['degree']:5}{figures}{float(row['share']):8.1%}")
+        sys.stdout.write(f"{row['layer']:20}{row['degree']:5}{figures}{float(row['share']):8.1%}\n")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 
