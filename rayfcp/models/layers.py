@@ -1,8 +1,5 @@
 """Kinds of decoder layers that a configuration describes: attention windows, recurrence, and MLPs of experts."""
 
-from collections.abc import Iterable, Mapping
-
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
@@ -10,8 +7,9 @@ from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of the number of experts, by family."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Keys of the number of experts, and of those that a token passes, by family."""
 
 
 def check_layer_types(config: PreTrainedConfig) -> None:
@@ -61,27 +59,18 @@ def check_experts(config: PreTrainedConfig) -> None:
             f"model: {config.model_type} asks for an auxiliary loss of its router (output_router_logits=True), which "
             "is not computed; set output_router_logits to false in its config.json"
         )
-    if num_experts(config) and not getattr(config, "num_experts_per_tok", None):
-        raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
+    experts_per_token(config)
 
 
-def expert_matrices(config: PreTrainedConfig, layers: Iterable[Mapping[str, Tensor]]) -> int:
-    """Elements of the matrices of one expert of `layers`, each the parameters of one by name.
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Experts that a token passes, 1 if the model has none.
 
     Raises:
-        ConfigError: Layers differ, or experts are modules of their own and not slices of one parameter.
+        ConfigError: Their number is absent.
     """
-    first, *others = ({name: tuple(each.shape) for name, each in layer.items()} for layer in layers)
-    if any(other != first for other in others):
-        raise ConfigError(
-            f"model: {config.model_type} has layers with experts and layers without, only equal layers run; choose "
-            "another model"
-        )
-    count = num_experts(config)
-    stacked = [shape for shape in first.values() if len(shape) == 3 and shape[0] == count]
-    if not stacked:
-        raise ConfigError(
-            f"model: {config.model_type} has no layers of {count} stacked experts, only such run; choose another, "
-            "such as qwen3_moe"
-        )
-    return sum(rows * columns for _, rows, columns in stacked)
+    if not num_experts(config):
+        return 1
+    found = max(int(getattr(config, name, None) or 0) for name in _EXPERTS_OF_TOKENS)
+    if not found:
+        raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
+    return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import ATTENTION_BACKWARD
+from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
 from rayfcp.program import Encode, Payload, Programs, Send
 from rayfcp.program.heads import TO_HEADS
 from rayfcp.program.instructions import WHOLE, Column, of_kind
@@ -16,6 +16,7 @@ from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
 from rayfcp.simulate.script import HopKey
+from rayfcp.values import LayerProfile
 from rayfcp.values.arrays import Floats, Ints, expanded
 
 
@@ -39,17 +40,21 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
     Raises:
         ValueError: the programs lack a kind of the model's layers.
     """
-    if not set(machine.layer_kinds) <= programs.attention.keys():
+    attending = [each.kind for each in machine.shapes if each.attention]
+    if not set(attending) <= programs.attention.keys():
         raise ValueError(
             f"programs are of layers with {list(map(str, programs.layer_kinds))}, the model has "
-            f"{list(map(str, machine.layer_kinds))}; give sequences the model's layer_kinds and lower again"
+            f"{list(map(str, attending))}; give sequences the model's layer_kinds and lower again"
         )
     builder = _Builder(machine=machine)
     for microbatch in range(programs.num_microbatches):
-        of_kinds = [_Work.of(programs.attention[kind][microbatch]) for kind in machine.layer_kinds]
+        of_kinds = {kind: _Work.of(programs.attention[kind][microbatch]) for kind in attending}
         for backward in (False, True):
-            for work in of_kinds:
-                builder.add_pass(work, backward=backward)
+            for shape in machine.shapes:
+                if shape.attention:
+                    builder.add_pass(of_kinds[shape.kind], shape=shape, backward=backward)
+                else:
+                    builder.add_nothing()
     if any(programs.encodes):
         for encodes in programs.encodes:
             for backward in (False, True):
@@ -59,14 +64,15 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
 
 class _Work(NamedTuple):
     """A table, its unit and position by rank, and the work of its rounds, `[unit, round]`: (query, key) pairs of the
-    unit's heads, and the tokens that the kernel's half length is counted with: n / 2 for a causal square of n tokens,
-    the longer side otherwise."""
+    unit's heads, the tokens that the kernel's half length is counted with: n / 2 for a causal square of n tokens,
+    the longer side otherwise, and tokens whose keys and values came, or are of earlier slices, and are used first."""
 
     table: AttentionTable
     unit: Ints
     position: Ints
     pairs: Floats
     sides: Floats
+    brought: Floats
 
     @classmethod
     def of(cls, table: AttentionTable) -> "_Work":
@@ -83,7 +89,11 @@ class _Work(NamedTuple):
                 row = rows[found.slot]
                 _add_work(work, table.unit_of_slot[row] * num_rounds + slots.arrived[row] + 1, found.columns)
         pairs, sides = work.reshape(2, num_units, num_rounds)
-        return cls(table, *table.place_of_rank, pairs, sides)
+        came = np.delete(np.arange(len(slots.set)), slots.first[:num_units])
+        at = table.unit_of_slot[came] * num_rounds + np.maximum(slots.arrived[came] + 1, 0)
+        tokens = table.sets.num_tokens[slots.set[came]].astype(np.float64)
+        brought = np.bincount(at, tokens, minlength=num_units * num_rounds).astype(np.float64)
+        return cls(table, *table.place_of_rank, pairs, sides, brought.reshape(num_units, num_rounds))
 
     def num_rounds(self, *, backward: bool) -> Ints:
         """Rounds of each unit, up to the last in which it does something."""
@@ -133,7 +143,7 @@ class _Builder:
     ends: list[Ints] = field(default_factory=list)
     sent: list[_Sent] = field(default_factory=list)
 
-    def add_pass(self, work: _Work, *, backward: bool) -> None:
+    def add_pass(self, work: _Work, *, shape: LayerProfile, backward: bool) -> None:
         """A pass; an exchange of heads is one round, all of its messages at once, before and after the others."""
         machine, unit, units = self.machine, work.unit, work.table.units
         by_heads, degree = units.by_heads[unit], units.degree[unit].astype(np.float64)
@@ -143,15 +153,31 @@ class _Builder:
         inside = (step >= 0) & (step < inner[rank])
         place = unit[rank], np.where(inside, np.minimum(step, work.pairs.shape[1] - 1), 0)
         inside &= step < work.pairs.shape[1]
-        pairs, sides = (np.where(inside, each[place], 0.0) / degree[rank] for each in (work.pairs, work.sides))
-        per_pair_s = machine.attention_s_per_pair * (ATTENTION_BACKWARD if backward else 1.0)
-        seconds = per_pair_s * (pairs + sides * machine.hardware.attention_half_tokens) * machine.slowness[rank]
+        pairs, sides, brought = (
+            np.where(inside, each[place], 0.0) / degree[rank] for each in (work.pairs, work.sides, work.brought)
+        )
+        per_pair_s = machine.attention_s_per_pair(shape) * (ATTENTION_BACKWARD if backward else 1.0)
+        expansion_s = machine.expansion_s_per_token(shape) * (EXPANSION_BACKWARD if backward else 1.0)
+        seconds = per_pair_s * (pairs + sides * machine.hardware.attention_half_tokens) + expansion_s * brought
+        seconds *= machine.slowness[rank]
         self.category.append(np.where(by_heads[rank] & ((step < 0) | (step == inner[rank])), ALL_TO_ALL, RING))
         self.compute_s.append(seconds)
         for rows, values in ((self.attend_s, seconds), (self.pairs, pairs)):
             rows.append(np.bincount(rank, values, minlength=machine.num_ranks).astype(np.float64))
-        sent = [self._rounds(work, backward=backward), *self._exchanges(work, inner, backward=backward)]
+        sent = [
+            self._rounds(work, shape=shape, backward=backward),
+            *self._exchanges(work, inner, shape=shape, backward=backward),
+        ]
         self._finish(_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))), inner + 2 * by_heads)
+
+    def add_nothing(self) -> None:
+        """The pass of layers without attention, which has no rounds."""
+        none, counts = np.zeros(0, np.int64), np.zeros(self.machine.num_ranks, np.int64)
+        self.category.append(none)
+        self.compute_s.append(np.zeros(0))
+        for rows in (self.attend_s, self.pairs):
+            rows.append(np.zeros(self.machine.num_ranks))
+        self._finish(_Sent(none, none, none, np.zeros(0)), counts)
 
     def add_exchange(self, encodes: Sequence[Encode], *, backward: bool) -> None:
         """Features, or (`backward`) their gradients, which a frozen encoder has none of."""
@@ -197,14 +223,14 @@ class _Builder:
             attend_s=np.tile(np.stack(self.attend_s), num_stages),
         )
 
-    def _rounds(self, work: _Work, *, backward: bool) -> _Sent:
+    def _rounds(self, work: _Work, *, shape: LayerProfile, backward: bool) -> _Sent:
         """Keys and values, and in backward gradients, between the ranks at equal positions of units."""
         table, machine = work.table, self.machine
         sizes, degree, sent = table.sets.num_tokens, table.units.degree, list[_Sent]()
-        share = np.array([machine.kv_share(int(each)) for each in range(1, int(degree.max()) + 1)])
+        share = np.array([machine.kv_share(each, shape=shape) for each in range(1, int(degree.max()) + 1)])
         for rows, per_token in (
-            (table.keys, machine.kv_bytes_per_token),
-            (table.gradients, machine.gradient_bytes_per_token),
+            (table.keys, machine.kv_bytes_per_token(shape)),
+            (table.gradients, machine.gradient_bytes_per_token(shape)),
         )[: 1 + backward]:
             filled = _filled(table, rows)
             moved = sizes[table.slots.set[filled]] * share[degree[rows.source] - 1] * per_token
@@ -214,7 +240,7 @@ class _Builder:
             sent.append(_Sent(source, target, (rows.round + table.units.by_heads[rows.source])[row], moved[row]))
         return _Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True)))
 
-    def _exchanges(self, work: _Work, inner: Ints, *, backward: bool) -> list[_Sent]:
+    def _exchanges(self, work: _Work, inner: Ints, *, shape: LayerProfile, backward: bool) -> list[_Sent]:
         """Both exchanges of heads: each rank with each other one of its unit."""
         units, tokens = work.table.units, work.table.tokens
         mine = np.flatnonzero(units.by_heads)
@@ -228,7 +254,7 @@ class _Builder:
         for payload in (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT):
             gathered, to_heads = payload in (Payload.QKV, Payload.QKV_GRAD), payload in TO_HEADS
             sizes = [
-                self.machine.exchanged_bytes_per_token(int(each), gathered=gathered)
+                self.machine.exchanged_bytes_per_token(each, shape=shape, gathered=gathered)
                 for each in range(1, int(units.degree.max()) + 1)
             ]
             moved = tokens[source if to_heads else target] * np.array(sizes)[units.degree[unit] - 1]

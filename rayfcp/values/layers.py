@@ -126,10 +126,11 @@ FULL = LayerKind()
 
 
 def layers_work(kinds: LayerKinds, *, start: Any, stop: Any) -> Work:
-    """Work of the queries `[start, stop)` of a sequence in the mean over layers; whole numbers if there is one kind."""
-    if len(kinds) <= 1:
-        return (kinds[0][0] if kinds else FULL).work(start, stop)
+    """Work of the queries `[start, stop)` of a sequence in the mean over layers, by the weights of their kinds; whole
+    numbers if there is one kind, or none that attends."""
     num_layers = sum(layers for _, layers in kinds)
+    if len(kinds) <= 1 or not num_layers:
+        return (kinds[0][0] if kinds else FULL).work(start, stop)
     of_kinds = [[layers * each for each in kind.work(start, stop)] for kind, layers in kinds]
     return Work(*(sum(column) / num_layers for column in zip(*of_kinds, strict=True)))
 
