@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.attention.schedule import take_rows
-from rayfcp.execute.attention.slots import accumulator_dtype
+from rayfcp.execute.attention.schedule import accumulator_dtype
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import Lengths
 from rayfcp.program import Range
