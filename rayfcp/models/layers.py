@@ -21,8 +21,8 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     types = getattr(config, "layer_types", None) or []
     if _INDEXED in types:
         raise ConfigError(
-            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, but a rank has a "
-            "part of them; choose another model, such as deepseek_v3"
+            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, of which a rank "
+            "has a part; choose another model, such as deepseek_v3"
         )
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
