@@ -14,8 +14,17 @@ ALL_FILES = sorted(
     [*SOURCES, *(path for folder in ("tests", "jobs", "dashboards") for path in (ROOT / folder).rglob("*.py"))]
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 600, 40, 2
-# Signatures that others fix: autograd, context managers, `rayfcp.attention(q, k, v, program)`, methods of a Trainer.
-FIXED_BY_OTHERS = {"forward", "backward", "__exit__", "__call__", "attention"}
+# Signatures that others fix: autograd, context managers, `rayfcp.attention(q, k, v, program)`, recurrent libraries,
+# methods of a Trainer.
+FIXED_BY_OTHERS = {
+    "forward",
+    "backward",
+    "__exit__",
+    "__call__",
+    "attention",
+    "linear_recurrence",
+    "causal_convolution",
+}
 FIXED_BY_OTHERS |= {"get_batch_samples", "training_step", "prediction_step"}
 # Decorators of `rayfcp.cost.compiled`: numba has no keyword-only arguments. Then functions that Python calls too.
 COMPILED = {"compiled", "inner", "inner_with_arrays", "inlined"}

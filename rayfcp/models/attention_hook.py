@@ -1,6 +1,7 @@
 """Our attention as an attention implementation of the transformers library, and recomputation per layer."""
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -98,7 +99,11 @@ def _forward(original: Any, index: int, number: int, kind: LayerKind, *args: Any
     context = carried.context.of_kind(kind) if attends(kind) else carried.context
     recomputed = index < context.recomputed_layers
     kept = KeptResults() if recomputed and context.keeps_attention else None
-    keywords[KEYWORD] = Carried(replace(context, layer=number, recomputed=recomputed, kept=kept))
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        own = replace(context, layer=number, recomputed=recomputed, kept=kept, calls=Counter())
+        return original(*args, **keywords | {KEYWORD: Carried(own)})
+
     if not recomputed:
-        return original(*args, **keywords)
-    return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
+        return run(*args, **keywords)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **keywords)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModel,
@@ -19,13 +20,15 @@ from transformers import (
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.models.layers import layers_of_each_type, num_experts
+from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, layers_of_each_type, num_experts
+from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
     from rayfcp.models.vision import VisionFamily
 
 HEADS = 2
 FFN_SIZE = 64
+NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
 _LATENT_SIZES = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20}
@@ -76,6 +79,16 @@ def is_saved_classifier(config: PreTrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of the model's state, by name. No training changes them, and copies of the state hold parameters only."""
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 def vision_family(config: PreTrainedConfig) -> "type[VisionFamily] | None":
     """Record of a VLM's family; None for a text model, which never imports `rayfcp.models.vision`."""
     if config.model_type not in VISION_FAMILIES:
@@ -124,8 +137,8 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as contain one
-    of each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
+    """A copy with few layers, heads, experts and words, narrow MLPs and short windows; at least as many layers as
+    contain one of each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
     heads stay grouped. A vision encoder is narrowed too."""
     family = vision_family(config)
     if family is not None:
@@ -138,17 +151,22 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
         tiny.num_key_value_heads = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if getattr(config, name, None) is not None:
-            setattr(tiny, name, FFN_SIZE)
-    for name, value in _LATENT_SIZES.items():
-        if getattr(config, name, None) is not None:
+    for name, value in _narrow_sizes(config).items():
+        if getattr(config, name, None):
             setattr(tiny, name, value)
-    if getattr(config, "first_k_dense_replace", None):
-        tiny.first_k_dense_replace = 1
+    if config.model_type in RECURRENT:
+        for name, value in RECURRENT[config.model_type].narrow(tiny).items():
+            setattr(tiny, name, value)
     tiny.vocab_size = VOCAB_SIZE
-    if getattr(config, "sliding_window", None):
-        tiny.sliding_window = min(tiny.sliding_window, WINDOW)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(tiny, name, None)
     return tiny
+
+
+def _narrow_sizes(config: PreTrainedConfig) -> dict[str, int]:
+    """Values of those keys that a configuration sets. Experts in groups keep their number."""
+    widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), FFN_SIZE)
+    is_grouped = (getattr(config, "n_group", None) or 1) > 1
+    count = num_experts(config) if is_grouped else min(num_experts(config), max(NUM_EXPERTS, experts_per_token(config)))
+    others = {"first_k_dense_replace": 1, "sliding_window": min(getattr(config, "sliding_window", None) or 0, WINDOW)}
+    return widths | dict.fromkeys(EXPERT_COUNTS, count) | _LATENT_SIZES | others

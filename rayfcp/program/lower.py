@@ -31,8 +31,11 @@ from rayfcp.program.instructions import (
     Send,
     StageFlow,
 )
-from rayfcp.program.programs import Attention, Pieces, Programs
+from rayfcp.program.pieces import Pieces
+from rayfcp.program.programs import Attention, Programs, scan_tables
 from rayfcp.program.progress import hand_overs_stuck
+from rayfcp.program.scan import LayerScan
+from rayfcp.program.scans import ScanTable
 from rayfcp.program.table import AttentionTable, Units
 from rayfcp.program.windows import windowed
 from rayfcp.values import (
@@ -43,7 +46,10 @@ from rayfcp.values import (
     LayerKind,
     MicrobatchPlan,
     Primitive,
+    RecurrentKind,
     SequenceSpec,
+    TokenwiseKind,
+    attends,
 )
 
 
@@ -75,25 +81,30 @@ def lower(
     placements = placements_of(plan, sequences) if placements is None else placements
     _check_sequences(placements, sequences)
     of_stage = _kinds(plan, sequences, kinds_of_stage)
-    attention = _attention(plan, placements, sequences=sequences, kinds={each for own in of_stage for each in own})
+    softmax = [_softmax(kinds) for kinds in of_stage]
+    attention = _attention(plan, placements, sequences=sequences, kinds=set(chain.from_iterable(softmax)))
+    pieces = [Pieces.of(each, num_ranks=plan.num_ranks) for each in placements]
+    recurrent = [{kind.recurrence for kind in kinds if kind.recurrence} for kinds in of_stage]
+    scans = scan_tables(pieces, sorted(set().union(*recurrent)))
     encodes = lower_encoding(plan, placements, sequences=sequences)
     readers = _last_readers(placements) if forward_only else None
     outlines = [
         _outline(
             plan,
             stage,
-            {kind: attention[kind] for kind in kinds},
+            {kind: attention[kind] for kind in softmax[stage]},
+            scans={kind: tables for kind, tables in scans.items() if kind in own},
             encodes=encodes,
             reduce_every=reduce_every,
             readers=readers,
         )
-        for stage, kinds in enumerate(of_stage)
+        for stage, own in enumerate(recurrent)
     ]
     return Programs(
         plan_hash=plan.plan_hash,
         outlines=_sends_in_order(outlines, plan) if plan.num_stages > 1 and not forward_only else outlines,
         attention=attention,
-        pieces=[Pieces.of(each, num_ranks=plan.num_ranks) for each in placements],
+        pieces=pieces,
         encodes=encodes,
     )
 
@@ -108,6 +119,7 @@ def _outline(
     stage: int,
     attention: Attention,
     *,
+    scans: Mapping[RecurrentKind, Sequence[ScanTable]],
     encodes: Sequence[Sequence[Encode]],
     reduce_every: str,
     readers: Mapping[int, int] | None,
@@ -118,8 +130,12 @@ def _outline(
     parts: dict[str, Any] = {
         "pieces": [()] * num_microbatches,
         "encodes": [_NO_IMAGES if each else None for each in encodes],
-        "attention": [
-            [LayerAttention(kind=kind, attention=_padding(tables[at])) for kind, tables in attention.items()]
+        "passes": [
+            forward_pass(
+                at,
+                [LayerAttention(kind=kind, attention=_padding(tables[at])) for kind, tables in attention.items()],
+                scans=[LayerScan(kind=kind, scan=tables[at].padding()) for kind, tables in scans.items()],
+            )
             for at in range(num_microbatches)
         ],
     }
@@ -154,13 +170,13 @@ def stage_instructions(
     stage: int,
     *,
     pieces: Sequence[tuple[Piece, ...]],
-    attention: Sequence[Sequence[LayerAttention]],
+    passes: Sequence[Forward],
     reduce_every: str,
     encodes: Sequence[Encode | None] = (),
 ) -> tuple[Instruction, ...]:
     """Instructions of one rank on a stage.
 
-    `pieces[m]`, `encodes[m]` and `attention[m]` (one program per layer kind of the stage) are those of microbatch m.
+    `pieces[m]`, `encodes[m]` and `passes[m]`, which recomputes nothing yet, are those of microbatch m.
 
     A forward pass follows its load, its encoding, and the activations of the stage before; a backward pass follows the
     gradients of the stage after. What a microbatch kept for later slices is freed after its backward pass.
@@ -170,23 +186,23 @@ def stage_instructions(
     neighbours = _neighbours(plan, stage)
     instructions: list[Instruction] = []
     for action, recomputed_layers in actions:
-        at, kinds = action.microbatch, attention[action.microbatch]
+        at, passed = action.microbatch, passes[action.microbatch]
         if not action.backward:
-            passed = _forward(at, kinds, recomputed_layers=recomputed_layers, keeps_attention=plan.keeps_attention)
+            passed = replace(passed, recomputed_layers=recomputed_layers, keeps_attention=plan.keeps_attention)
             instructions += _passed_forward(passed, neighbours, pieces=pieces[at], encode=encodes[at : at + 1])
             continue
         target, source = neighbours
         handed: dict[str, Any] = {
             "microbatch": at,
             "flow": StageFlow.GRADIENT,
-            "num_tokens": kinds[0].attention.num_tokens,
+            "num_tokens": passed.attention.num_tokens,
         }
         if source is not None:
             instructions.append(Receive(stage=source, **handed))
         instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
         if target is not None:
             instructions.append(Send(stage=target, **handed))
-        if _keeps(kinds):
+        if _keeps(passed):
             instructions.append(Free(microbatch=at))
     return tuple(instructions)
 
@@ -196,7 +212,7 @@ def forward_instructions(
     stage: int,
     *,
     pieces: Sequence[tuple[Piece, ...]],
-    attention: Sequence[Sequence[LayerAttention]],
+    passes: Sequence[Forward],
     readers: Mapping[int, int],
     encodes: Sequence[Encode | None] = (),
 ) -> tuple[Instruction, ...]:
@@ -204,11 +220,10 @@ def forward_instructions(
     as of `stage_instructions`. What a microbatch kept is freed after the pass of its last reader (`readers`)."""
     neighbours = _neighbours(plan, stage)
     instructions: list[Instruction] = []
-    for at, kinds in enumerate(attention):
-        passed = _forward(at, kinds, recomputed_layers=0, keeps_attention=False)
+    for at, passed in enumerate(passes):
         instructions += _passed_forward(passed, neighbours, pieces=pieces[at], encode=encodes[at : at + 1])
         read = sorted(earlier for earlier, reader in readers.items() if reader == at)
-        instructions += [Free(microbatch=earlier) for earlier in read if _keeps(attention[earlier])]
+        instructions += [Free(microbatch=earlier) for earlier in read if _keeps(passes[earlier])]
     return tuple(instructions)
 
 
@@ -217,8 +232,8 @@ def _neighbours(plan: BatchPlan, stage: int) -> tuple[int | None, int | None]:
     return stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < plan.num_stages else None
 
 
-def _keeps(kinds: Sequence[LayerAttention]) -> bool:
-    return any(each.attention.inner.kept for each in kinds)
+def _keeps(passed: Forward) -> bool:
+    return any(each.attention.inner.kept for each in passed.kinds) or any(each.scan.tails for each in passed.scans)
 
 
 def _passed_forward(
@@ -241,17 +256,16 @@ def _passed_forward(
     return instructions
 
 
-def _forward(
-    microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_layers: int, keeps_attention: bool
-) -> Forward:
+def forward_pass(microbatch: int, kinds: Sequence[LayerAttention], *, scans: Sequence[LayerScan] = ()) -> Forward:
+    """A forward pass that recomputes nothing, of layers of these kinds, ascending."""
     first, *others = kinds
     return Forward(
         microbatch=microbatch,
         attention=first.attention,
-        recomputed_layers=recomputed_layers,
+        recomputed_layers=0,
         kind=first.kind,
         others=tuple(others),
-        keeps_attention=keeps_attention,
+        scans=tuple(scans),
     )
 
 
@@ -295,10 +309,15 @@ def _kinds(
     return found
 
 
+def _softmax(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Those of softmax attention; without any, `TokenwiseKind` for the tokens alone."""
+    return tuple(kind for kind in kinds if attends(kind)) or (TokenwiseKind(),)
+
+
 def _attention(
     plan: BatchPlan, placements: Sequence[Placement], *, sequences: Sequence[SequenceSpec], kinds: Collection[LayerKind]
 ) -> dict[LayerKind, tuple[AttentionTable, ...]]:
-    """The attention of all microbatches in layers of each kind.
+    """The attention of all microbatches in layers of each kind, which of `TokenwiseKind` exchanges nothing.
 
     Where a kind hides nothing of any sequence, it is that of full attention.
 
@@ -313,11 +332,21 @@ def _attention(
     found: dict[LayerKind, tuple[AttentionTable, ...]] = {}
     for kind in sorted(kinds):
         effective = kind if kind.hides(longest) else FULL
-        if effective not in found:
+        if not attends(effective):
+            found[effective] = tuple(_tokenwise(placement, num_ranks=plan.num_ranks) for placement in placements)
+        elif effective not in found:
             mine = _cut(placements, sequences, kind=effective, units=units) if effective != FULL else placements
             found[effective] = _lowered(mine, units, kind=effective)
         found[kind] = found[effective]
-    return {kind: found[kind] for kind in kinds}
+    return {kind: found[kind] for kind in sorted(kinds)}
+
+
+def _tokenwise(placement: Placement, *, num_ranks: int) -> AttentionTable:
+    """The tokens of ranks, none of which attends to any."""
+    ranks = np.arange(num_ranks + 1)
+    alone = Units(ranks, ranks[:-1], np.zeros(num_ranks, bool))
+    own = replace(placement, blocks=placement.own, contexts=(), transfers=Transfers.of(()), num_rounds=0, pacing=None)
+    return lower_attention(replace(own, heads=1), alone, kind=TokenwiseKind())
 
 
 def _cut(

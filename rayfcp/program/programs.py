@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, overload
+from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 
-from rayfcp.plan.layout import Placement
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
@@ -18,45 +18,19 @@ from rayfcp.program.instructions import (
     Instruction,
     LayerAttention,
     Load,
-    Piece,
     RankProgram,
     Receive,
     Send,
 )
+from rayfcp.program.pieces import Pieces
+from rayfcp.program.scan import LayerScan, ScanProgram
+from rayfcp.program.scans import ScanTable, parts_of
 from rayfcp.program.table import AttentionTable
-from rayfcp.values import LayerKind
+from rayfcp.values import LayerKind, RecurrentKind
 from rayfcp.values.arrays import Bools, Ints
 
 Attention = Mapping[LayerKind, tuple[AttentionTable, ...]]
 """The attention of layers of each kind, by microbatch."""
-
-
-class Pieces(NamedTuple):
-    """Tokens that the ranks load in a microbatch, columns: rank r those from `first[r]` on, in this order."""
-
-    first: Ints
-    sequence: Ints
-    start: Ints
-    stop: Ints
-
-    @classmethod
-    def of(cls, placement: Placement, *, num_ranks: int) -> "Pieces":
-        """The pieces in each rank's slot 0."""
-        own = placement.own
-        order = np.argsort(own.rank, kind="stable")
-        first = np.append(0, np.cumsum(np.bincount(own.rank, minlength=num_ranks)))
-        return cls(first, *(column[order] for column in own[:3]))
-
-    def tokens_of_ranks(self) -> Ints:
-        """Tokens of each rank, without padding."""
-        bound = np.append(0, np.cumsum(self.stop - self.start))
-        return np.diff(bound[self.first])
-
-    def of_rank(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces of a rank."""
-        low, high = self.first[rank : rank + 2].tolist()
-        rows = zip(*(column[low:high].tolist() for column in self[1:]), strict=True)
-        return tuple(Piece(sequence=sequence, start=start, stop=stop) for sequence, start, stop in rows)
 
 
 class Programs(Sequence[RankProgram]):
@@ -64,7 +38,8 @@ class Programs(Sequence[RankProgram]):
 
     `outlines[p]`: the instructions that all ranks of stage p run, those of a rank that has a token of padding and no
     messages; with a `Free` for each microbatch of which any rank keeps keys and values. `pieces` and `encodes` by
-    microbatch; `encodes[m][r]` is rank r's, empty where microbatch m encodes nothing.
+    microbatch; `encodes[m][r]` is rank r's, empty where microbatch m encodes nothing. Stages without softmax attention
+    have one of `TokenwiseKind`, which says how many tokens there are. `scans` follow from `pieces`.
 
     A value travels as one buffer of 32-bit numbers, which is not copied where it is read.
     """
@@ -82,6 +57,7 @@ class Programs(Sequence[RankProgram]):
         self.pieces, self.encodes = tuple(pieces), tuple(encodes)
         self.num_ranks, self.num_stages = len(pieces[0].first) - 1, len(outlines)
         self._views: dict[tuple[int, int], AttentionProgram | HeadProgram] = {}
+        self._scanned: dict[tuple[int, int], ScanProgram] = {}
 
     @property
     def num_microbatches(self) -> int:
@@ -97,10 +73,16 @@ class Programs(Sequence[RankProgram]):
         """The tables of all kinds and microbatches, each once."""
         return tuple({id(table): table for of_kind in self.attention.values() for table in of_kind}.values())
 
+    @cached_property
+    def scans(self) -> dict[RecurrentKind, tuple[ScanTable, ...]]:
+        """The recurrence of layers of each recurrent kind of any stage, by microbatch."""
+        kinds = sorted({kind for outline in self.outlines for kind in scans_of(outline)})
+        return scan_tables(self.pieces, kinds)
+
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of layers of all stages, ascending."""
-        return tuple(sorted(self.attention))
+        """Kinds of layers of all stages that exchange something, ascending."""
+        return tuple(sorted([*self.attention, *self.scans]))
 
     @property
     def tokens(self) -> Ints:
@@ -132,7 +114,8 @@ class Programs(Sequence[RankProgram]):
             return tuple(self[at] for at in range(*index.indices(len(self))))
         stage, rank = divmod(range(len(self))[index], self.num_ranks)
         outline = self.outlines[stage]
-        instructions = (self._of_rank(item, rank, kinds=kinds_of(outline)) for item in outline.instructions)
+        kinds, scans = kinds_of(outline), scans_of(outline)
+        instructions = (self._of_rank(item, rank, kinds=kinds, scans=scans) for item in outline.instructions)
         found = tuple(item for item in instructions if item is not None)
         return replace(outline, rank=rank, num_ranks=self.num_ranks, instructions=found)
 
@@ -144,7 +127,9 @@ class Programs(Sequence[RankProgram]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _of_rank(self, item: Instruction, rank: int, *, kinds: Sequence[LayerKind]) -> Instruction | None:
+    def _of_rank(
+        self, item: Instruction, rank: int, *, kinds: Sequence[LayerKind], scans: Sequence[RecurrentKind]
+    ) -> Instruction | None:
         at = item.microbatch
         if isinstance(item, Load):
             return replace(item, pieces=self.pieces[at].of_rank(rank))
@@ -152,11 +137,13 @@ class Programs(Sequence[RankProgram]):
             return self.encodes[at][rank]
         if isinstance(item, Forward):
             views = [LayerAttention(kind=kind, attention=self._view(self.attention[kind][at], rank)) for kind in kinds]
-            return replace(item, attention=views[0].attention, others=tuple(views[1:]))
+            scanned = tuple(LayerScan(kind=kind, scan=self._scan(self.scans[kind][at], rank)) for kind in scans)
+            return replace(item, attention=views[0].attention, others=tuple(views[1:]), scans=scanned)
         if isinstance(item, Send | Receive):
             return replace(item, num_tokens=int(self.attention[kinds[0]][at].tokens[rank]))
-        if isinstance(item, Free) and not any(self.attention[kind][at].keeps(rank) for kind in kinds):
-            return None
+        if isinstance(item, Free):
+            keeps = any(self.attention[kind][at].keeps(rank) for kind in kinds)
+            return item if keeps or any(self.scans[kind][at].keeps(rank) for kind in scans) else None
         return item
 
     def _view(self, table: AttentionTable, rank: int) -> AttentionProgram | HeadProgram:
@@ -165,6 +152,13 @@ class Programs(Sequence[RankProgram]):
         if key not in self._views:
             self._views[key] = table.program(rank)
         return self._views[key]
+
+    def _scan(self, table: ScanTable, rank: int) -> ScanProgram:
+        """A rank's recurrence, the same object on all stages."""
+        key = id(table), rank
+        if key not in self._scanned:
+            self._scanned[key] = table.program(rank)
+        return self._scanned[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
         tables = self.tables
@@ -179,8 +173,27 @@ class Programs(Sequence[RankProgram]):
 
 
 def kinds_of(program: RankProgram) -> tuple[LayerKind, ...]:
-    """The kinds of the stage's layers, ascending."""
-    return tuple(each.kind for each in next(item for item in program.instructions if isinstance(item, Forward)).kinds)
+    """The kinds of the stage's attention, ascending."""
+    return tuple(each.kind for each in _first_pass(program).kinds)
+
+
+def scans_of(program: RankProgram) -> tuple[RecurrentKind, ...]:
+    """The kinds of the stage's recurrent layers, ascending."""
+    return tuple(each.kind for each in _first_pass(program).scans)
+
+
+def _first_pass(program: RankProgram) -> Forward:
+    return next(item for item in program.instructions if isinstance(item, Forward))
+
+
+def scan_tables(pieces: Sequence[Pieces], kinds: Sequence[RecurrentKind]) -> dict[RecurrentKind, tuple[ScanTable, ...]]:
+    """The recurrence of all microbatches in layers of each of these kinds.
+
+    Raises:
+        ValueError: tokens of a sequence are not there in their order (`parts_of`).
+    """
+    parts = parts_of(pieces) if kinds else ()
+    return {kind: tuple(ScanTable(kind=kind, parts=each) for each in parts) for kind in kinds}
 
 
 def _restored(

@@ -30,7 +30,7 @@ from rayfcp.program.instructions import (
     Range,
     merged,
 )
-from rayfcp.values import LayerKind
+from rayfcp.values import LayerKind, attends
 from rayfcp.values.arrays import Bools, Ints
 
 BATCH = 1 << 20
@@ -181,6 +181,8 @@ class AttentionTable:
     def attends(self) -> Iterator[tuple[Ints, SlotAttends]]:
         """The attends of all slots that are not paced, some slots at a time: these rows of `slots`, and their attends.
         A slot's are computed in the round after it arrived."""
+        if not attends(self.kind):
+            return
         queries = queries_of(self.sets, self.kind)
         own = self.slots.set[self.slots.first[self.unit_of_slot]]
         cost = np.cumsum(np.diff(self.sets.first)[own] + 1)
@@ -389,6 +391,8 @@ class _View:
     def _attends(self) -> dict[int, Attends]:
         """By round."""
         phases, table = self._table.phases, self._table
+        if not attends(table.kind):
+            return {}
         if table.num_phases:
             begin, end = (unit * table.num_phases for unit in (self._unit, self._unit + 1))
             bounds = phases.first[begin : end + 1].tolist()

@@ -7,7 +7,8 @@ import numpy as np
 
 from rayfcp.cost.images import ImageColumns
 from rayfcp.program.instructions import Encode, Range
-from rayfcp.program.programs import Pieces, Programs
+from rayfcp.program.pieces import Pieces
+from rayfcp.program.programs import Programs
 from rayfcp.values import EncoderShare, SequenceSpec
 from rayfcp.values.arrays import Ints, expanded
 from rayfcp.values.sequence import POSITIONS

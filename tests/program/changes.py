@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rayfcp.program import Programs, RankProgram, lower
-from rayfcp.program.programs import Pieces
+from rayfcp.program.pieces import Pieces
 from rayfcp.program.table import AttentionTable
 from rayfcp.values import BatchPlan, SequenceSpec
 from rayfcp.verify import check_programs

@@ -71,7 +71,7 @@ def test_sends_at_once_would_wait_for_ever() -> None:
                 plan,
                 each.stage,
                 pieces=[()] * len(plan.microbatches),
-                attention=[item.kinds for item in loads],
+                passes=[replace(item, recomputed_layers=0) for item in loads],
                 reduce_every="step",
             ),
         )

@@ -11,6 +11,7 @@ values and outputs forward and their gradients backward, while attention on loca
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,8 @@ class AttentionContext:
     `scans` the programs of recurrent kinds. The
     first `recomputed_layers` layers of the stage keep only their input; `recomputed` says whether this layer, number
     `layer` of the model, is one of them, which with `keeps_attention` has `kept` for the results of its attention.
-    `store`: keys and values that microbatches keep for later ones, this one being number `microbatch`.
+    `store`: keys and values that microbatches keep for later ones, this one being number `microbatch`. `calls`: those
+    of a layer's functions in one run of the layer, by name.
     """
 
     schedule: AttentionSchedule
@@ -66,6 +68,7 @@ class AttentionContext:
     scans: Mapping[RecurrentKind, ScanProgram] = field(default_factory=dict)
     keeps_attention: bool = False
     kept: KeptResults | None = None
+    calls: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, item: Forward, **others: Any) -> "AttentionContext":
@@ -95,6 +98,11 @@ class AttentionContext:
                 "lower again"
             )
         return replace(self, schedule=self.others[kind], kind=kind)
+
+    def name_of_call(self, what: str) -> str:
+        """A name of this call of a function of the layer, the same when the layer is recomputed."""
+        self.calls[what] += 1
+        return f"{what} {self.calls[what]}"
 
     def scan_of(self, kind: RecurrentKind) -> ScanProgram:
         """The program of recurrent layers of a kind; a ValueError if the stage's was not lowered for such layers."""

@@ -261,16 +261,22 @@ class _ContextRows:
     gradients: Tensors = ()
 
 
+StateName = tuple[str, int]
+"""(what, sequence)."""
+
+
 class ContextStore:
-    """Parts of tokens that the microbatches of one rank keep from their forward to their backward pass; `alone`: until
-    they are freed, as no backward pass comes and autograd holds nothing."""
+    """Parts of tokens, and states of recurrent layers, that the microbatches of one rank keep from their forward to
+    their backward pass; `alone`: until they are freed, as no backward pass comes and autograd holds nothing."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._kept: dict[LayerKey, list[_ContextRows]] = {}
+        self._states: dict[LayerKey, dict[StateName, Tensor]] = {}
+        self._state_gradients: dict[LayerKey, dict[StateName, Tensor]] = {}
         self._alone = alone
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._states) + len(self._state_gradients)
 
     def put(self, at: LayerKey, ranges: Sequence[Range], *, parts: Tensors, recomputed: bool) -> None:
         """Keep `ranges` of the rows of `parts`; a recomputation changes nothing.
@@ -305,10 +311,40 @@ class ContextStore:
             for target, source in zip(gradients, rows.gradients, strict=False):
                 target[rows.start : rows.stop] += source
 
+    def put_state(self, at: LayerKey, name: StateName, *, state: Tensor) -> None:
+        """Keep a tensor for the next slice of a sequence; a recomputation changes nothing."""
+        self._states.setdefault(at, {}).setdefault(name, state.detach())
+
+    def state(self, at: LayerKey, name: StateName) -> Tensor:
+        """A state that is kept; a ValueError if it is not."""
+        if name not in self._states.get(at, {}):
+            raise ValueError(
+                f"recurrence: microbatch {at[0]} keeps no {name[0]} of sequence {name[1]} in layer {at[1]}; run it "
+                "forward before, and backward after, the microbatch with the sequence's next slice"
+            )
+        return self._states[at][name]
+
+    def put_state_gradient(self, at: LayerKey, name: StateName, *, gradient: Tensor) -> None:
+        """Bring the gradient of a state that is kept; there is one next slice, so it comes once."""
+        self._state_gradients.setdefault(at, {})[name] = gradient
+
+    def settle_state(self, at: LayerKey, name: StateName) -> Tensor:
+        """The gradient of a state that is kept, zero if the next slice brought none; and forget both."""
+        state = self.state(at, name)
+        gradient = self._state_gradients.get(at, {}).pop(name, None)
+        for held in (self._states, self._state_gradients):
+            if at in held:
+                held[at].pop(name, None)
+                if not held[at]:
+                    del held[at]
+        return torch.zeros_like(state) if gradient is None else gradient
+
     def free(self, microbatch: int) -> None:
         """Forget what a microbatch keeps."""
-        for at in [each for each in self._kept if each[0] == microbatch]:
-            del self._kept[at]
+        held: tuple[dict[LayerKey, Any], ...] = (self._kept, self._states, self._state_gradients)
+        for each in held:
+            for at in [key for key in each if key[0] == microbatch]:
+                del each[at]
 
     def _find(self, at: LayerKey, span: Range) -> tuple[_ContextRows, int, int]:
         for rows in self._kept.get(at, ()):

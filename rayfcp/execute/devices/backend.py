@@ -19,6 +19,8 @@ from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo
 
 if TYPE_CHECKING:
     from rayfcp.execute.kernels import AttentionKernel, LossKernel, MergeKernel
+    from rayfcp.execute.kernels.convolution import ConvolutionKernel
+    from rayfcp.execute.kernels.recurrence import RecurrenceKernel
 
 Mark = Any
 """A point in time of one clock."""
@@ -86,6 +88,18 @@ class DeviceBackend:
     def kernels(self, *, sm_margin: int) -> "Iterator[AttentionKernel]":
         """Attention kernels that can run here, in order of preference; see `pick_kernel`."""
         raise NotImplementedError
+
+    def recurrences(self) -> "Iterator[RecurrenceKernel]":
+        """Kernels of recurrent layers that can run here, in order of preference; see `pick_recurrence`."""
+        from rayfcp.execute.kernels.chunked import ChunkedKernel
+
+        yield ChunkedKernel()
+
+    def convolutions(self) -> "Iterator[ConvolutionKernel]":
+        """Kernels of causal convolutions that can run here, in order of preference."""
+        from rayfcp.execute.kernels.convolution import TorchConvolution
+
+        yield TorchConvolution()
 
     def merge_kernel(self) -> "MergeKernel | None":
         """Merge of partial attention results in fp32, chosen once; None if torch's operators merge."""

@@ -28,6 +28,9 @@ class CpuKernel:
 
     name = "torch's flash for CPUs"
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         parts = [
             _forward(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, pairs.causal, scale=pairs.scale)

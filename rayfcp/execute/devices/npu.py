@@ -43,6 +43,9 @@ class NpuKernel:
             )
         self._library: Any = importlib.import_module("torch_npu")
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         found = []
         for rows, columns, lengths in _parts(pairs.query_lengths, pairs.key_lengths):

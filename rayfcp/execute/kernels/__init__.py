@@ -53,6 +53,10 @@ class AttentionKernel(Protocol):
 
     name: str
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
+        """False if such pairs need another kernel (`rayfcp.execute.kernels.operators`)."""
+        ...
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """out `[queries, heads, value_dim]` in the input's dtype; natural logsumexp `[queries, heads]` in fp32 (fp64
         for fp64)."""
@@ -102,7 +106,8 @@ class KernelUnavailableError(ConfigError):
 
 
 def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
-    """The best kernel that can run on a kind of device; chosen, and logged, once.
+    """The best kernel that can run on a kind of device, and torch's operators for pairs that it does not support;
+    chosen, and logged, once.
 
     `sm_margin`: multiprocessors of a GPU that the kernel leaves to communication, if it can.
 
@@ -114,8 +119,10 @@ def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
 
 @functools.cache
 def _best(device: str, sm_margin: int) -> AttentionKernel:
+    from rayfcp.execute.kernels.operators import AnyPairs  # imports this module
+
     backend = backend_of(device)
-    kernel = next(backend.kernels(sm_margin=sm_margin))
+    kernel = AnyPairs(next(backend.kernels(sm_margin=sm_margin)))
     fused = {"merge": backend.merge_kernel(), "loss": backend.loss_kernel()}  # compiled before ranks wait for them
     found = ", ".join(name for name, each in fused.items() if each)
     logger.info("attention on %s: %s%s", device, kernel.name, found and f"; in Triton: {found}")

@@ -22,6 +22,10 @@ class EqualWidths:
     def __init__(self, kernel: AttentionKernel, *, unless: Widths | None = None) -> None:
         self._kernel, self._unless, self.name = kernel, unless, kernel.name
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
+        """As `kernel`."""
+        return self._kernel.supports(query, pairs=pairs)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         given = self._widened((query, key, value), key=key, value=value)
         out, lse = self._kernel.forward(*given, pairs=pairs)
