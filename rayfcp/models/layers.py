@@ -22,8 +22,8 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     types = getattr(config, "layer_types", None) or []
     if _INDEXED in types:
         raise ConfigError(
-            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, but a rank has "
-            "a part of them; choose another model, such as deepseek_v3"
+            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, of which a rank "
+            "has a part; choose another model, such as deepseek_v3"
         )
     unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
     if unknown:

@@ -33,6 +33,7 @@ FFN_SIZE = 64
 NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
+_LATENT_SIZES = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20}
 _NARROW = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), FFN_SIZE),
     **dict.fromkeys(("ffn_dim", "n_inner"), FFN_SIZE),
@@ -40,7 +41,7 @@ _NARROW = {
     "attention_chunk_size": WINDOW,
     "vocab_size": VOCAB_SIZE,
     "first_k_dense_replace": 1,
-    **{"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20},
+    **_LATENT_SIZES,
 }
 """Sizes of `narrowed` models, and keys that are none larger in them."""
 
@@ -169,8 +170,7 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     """A copy with few layers, heads, experts and words, narrow MLPs and short windows; at least as many layers as
     contain one of each type, and one of each of dense MLPs and experts. Heads keep their size, since tables of rotary
-    factors and partial rotations are made for it; grouped heads and experts stay grouped. A vision encoder is narrowed
-    too."""
+    factors and partial rotations are made for it; grouped heads stay grouped. A vision encoder is narrowed too."""
     family = vision_family(config)
     if family is not None:
         text = narrowed(text_of(config), num_layers)
@@ -182,9 +182,7 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
         tiny.num_key_value_heads = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
-    is_grouped = (getattr(config, "n_group", None) or 1) > 1
-    num_kept = num_experts(config) if is_grouped else max(NUM_EXPERTS, experts_per_token(config))
-    for name, size in (_NARROW | dict.fromkeys(EXPERT_COUNTS, num_kept)).items():
+    for name, size in (_NARROW | _narrow_experts(config)).items():
         if getattr(config, name, None):
             setattr(tiny, name, min(getattr(config, name), size))
     if config.model_type in RECURRENT:
@@ -193,6 +191,13 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     if getattr(tiny, "pad_token_id", None) is not None:
         tiny.pad_token_id = None
     return with_layers(tiny, max(num_layers, _layers_of_each_shape(tiny)))
+
+
+def _narrow_experts(config: PreTrainedConfig) -> dict[str, int]:
+    """Numbers of experts of a narrowed model; those in groups keep theirs."""
+    is_grouped = (getattr(config, "n_group", None) or 1) > 1
+    count = num_experts(config) if is_grouped else max(NUM_EXPERTS, experts_per_token(config))
+    return dict.fromkeys(EXPERT_COUNTS, count)
 
 
 def _layers_of_each_shape(config: PreTrainedConfig) -> int:
