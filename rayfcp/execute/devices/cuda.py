@@ -3,7 +3,8 @@
 Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
 preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
 flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Where Triton is
-installed, it merges partial results and computes losses.
+installed, it merges partial results and computes losses. Recurrent layers run on flash-linear-attention and
+causal-conv1d, where they are installed.
 """
 
 import functools
@@ -21,7 +22,17 @@ from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
 from rayfcp.execute.devices.page_locks import PageLocks
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, LossKernel, MergeKernel, Pairs, padded
+from rayfcp.execute.kernels import (
+    AttentionKernel,
+    KernelUnavailableError,
+    LossKernel,
+    MergeKernel,
+    Pairs,
+    padded,
+    usable,
+)
+from rayfcp.execute.kernels.convolution import CausalConv1d, ConvolutionKernel
+from rayfcp.execute.kernels.convolution import agrees as convolutions_agree
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import (
@@ -31,6 +42,8 @@ from rayfcp.execute.kernels.flash import (
     FlashAttn4Kernel,
     TorchFlashKernel,
 )
+from rayfcp.execute.kernels.linear import FlashLinearKernel
+from rayfcp.execute.kernels.recurrence import RecurrenceKernel
 from rayfcp.execute.kernels.widths import EqualWidths
 from rayfcp.values.devices import CUDA, DeviceInfo
 
@@ -137,6 +150,20 @@ class CudaBackend(DeviceBackend):
         for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
             unless = FLASH_3_WIDTHS if isinstance(half, FlashAttn3Kernel) else None
             yield CudaKernel(half=EqualWidths(half, unless=unless), single=CutlassKernel())
+
+    def recurrences(self) -> Iterator[RecurrenceKernel]:
+        (chunked,) = super().recurrences()
+        if self.is_available() and (library := _library(("fla.ops",))):
+            yield FlashLinearKernel(library, other=chunked)
+        yield chunked
+
+    def convolutions(self) -> Iterator[ConvolutionKernel]:
+        (by_torch,) = super().convolutions()
+        if self.is_available() and (library := _library(("causal_conv1d",))):
+            kernel = CausalConv1d(library, other=by_torch)
+            if usable(kernel.name, lambda: convolutions_agree(kernel, by_torch, device="cuda")):
+                yield kernel
+        yield by_torch
 
     def merge_kernel(self) -> MergeKernel | None:
         module = _in_triton("merge")
