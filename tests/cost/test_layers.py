@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
+from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import attention_flops, model_flops, ring_bytes
 from rayfcp.cost.bound import lower_bound
 from rayfcp.cost.layers import names_of
@@ -204,27 +205,21 @@ def test_latents_travel_in_place_of_keys_and_values_and_are_expanded_where_they_
     assert cost_of(model).expansion_s_per_token == pytest.approx(
         per_token / (HARDWARE.peak_flops * HARDWARE.linear_efficiency)
     )
-    sequences = batch_of([4096], model)
+    sequences, cost = batch_of([4096], model), cost_of(model)
     cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=1024)
-    timeline = simulate(
-        lower(plan_batch(sequences, cluster=cluster, cost=cost_of(model)), sequences), model=model, hardware=HARDWARE
-    )
-    in_rounds = sum(sum(row) for row in timeline.loads.sent_bytes)
-    assert in_rounds == pytest.approx(3 * 4096 * (128 + 32) * (2 * 2 + 4) * 3)  # three ranks each get all other tokens
-    whole_s = 3 * 4096 * (1 + 3) * cost_of(model).expansion_s_per_token
-    bare = dataclasses.replace(HARDWARE, attention_half_tokens=0.0)
-    computed = [
-        sum(
-            simulate(
-                lower(plan_batch(sequences, cluster=each, cost=cost_of(model)), sequences), model=model, hardware=bare
-            ).loads.compute_s[0]
-        )
-        for each in (cluster, ClusterSpec(num_ranks=1, max_tokens_per_rank=4096))
-    ]
-    overhead = 3 * bare.linear_half_tokens * cost_of(model).linear_s_per_token
-    assert computed[0] - computed[1] == pytest.approx(whole_s + overhead, rel=0.05)
+    hardware = dataclasses.replace(HARDWARE, attention_half_tokens=0.0, linear_half_tokens=0.0)
+    moved = {"ring": (128 + 32) * (2 * 2 + 4), "ulysses": 2 * 2 * (8 * (96 + 64) / 4 + 128 + 32)}
+    expanded_s = {"ring": 3 * 4096 * (1 + 3) * cost.expansion_s_per_token, "ulysses": 0.0}
+    alone = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=4096), cost=cost)
+    whole_s = sum(simulate(lower(alone, sequences), model=model, hardware=hardware).loads.compute_s[0])
+    for primitive in ("ring", "ulysses"):
+        plan = plan_batch(sequences, cluster=cluster, cost=cost, options=PlanConfig(primitives=(primitive,)))
+        loads = simulate(lower(plan, sequences), model=model, hardware=hardware).loads
+        assert sum(map(sum, loads.sent_bytes)) == pytest.approx(3 * 4096 * 3 * moved[primitive])
+        assert sum(loads.compute_s[0]) == pytest.approx(whole_s + expanded_s[primitive], rel=1e-6)
 
 
+@settings(max_examples=12)
 @given(names=NAMES, lengths=st.lists(st.integers(2, 3000), min_size=1, max_size=6), stages=st.sampled_from([1, 2]))
 def test_plans_are_proved_and_take_no_less_than_the_bound(names: list[str], lengths: list[int], stages: int) -> None:
     model = model_of(names)
