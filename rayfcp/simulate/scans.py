@@ -133,7 +133,8 @@ class _Layer:
         work, mixer = self._work, self._mixer
         token, part = float(mixer.token_flops), 2.0 * mixer.num_heads * mixer.key_dim * mixer.value_dim
         if not len(work.folders):
-            return [self._round(work.whole * token * (LINEAR_BACKWARD if backward else 1.0), half=token)]
+            each = token * (LINEAR_BACKWARD if backward else 1.0)
+            return [self._round(work.whole * each, half=each)]
         if backward:
             return [
                 self._round(work.cut * part),
