@@ -82,6 +82,8 @@ def misfit(layout: ParallelLayout, *, inputs: Inputs, model: ModelProfile, hardw
         return f"{number} stages x {size} devices cannot share the model's vision encoder"
     if size > 1 and model.has_experts:
         return f"{size} tensor-parallel devices cannot share the model's experts"
+    if size > 1 and any(kind.recurrence for kind, _ in model.layer_kinds):
+        return f"{size} tensor-parallel devices cannot share the model's recurrent layers"
     for what, bound in (
         ("heads of the model", model.num_heads),
         ("key/value heads of the model", model.num_kv_heads),
