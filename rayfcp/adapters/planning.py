@@ -137,7 +137,9 @@ def _on_device(model: ModelProfile, *, tensor_parallel: int, stages: int) -> Mod
         )
     own = device_model(model, tensor_parallel)
     layers = -(-model.num_layers // stages)
-    return dataclasses.replace(own, num_layers=layers, kind_of_layer=own.kind_of_layer[-layers:])
+    return dataclasses.replace(
+        own, num_layers=layers, kind_of_layer=own.kind_of_layer[-layers:], layers=own.layers[-layers:]
+    )
 
 
 def _cost(own: ModelProfile, hardware: HardwareProfile, *, tensor_parallel: int, recomputed_layers: int) -> CostModel:

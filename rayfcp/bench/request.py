@@ -121,6 +121,7 @@ def attention_only(model: ModelProfile) -> ModelProfile:
         experts_per_token=1,
         shared_ffn_size=0,
         kind_of_layer=(),
+        layers=(),
     )
 
 

@@ -217,10 +217,9 @@ def _max_tokens(pipeline: PipelineCost) -> int:
     Raises:
         InfeasiblePlanError: Not one fits.
     """
-    each = pipeline.layer_bytes
+    working = pipeline.layer_bytes.most("working")
     tokens = min(
-        budget // (layers * each.kept + each.working)
-        for budget, layers in zip(pipeline.budget_bytes, pipeline.layers_of_stage, strict=True)
+        budget // (kept + working) for budget, kept in zip(pipeline.budget_bytes, pipeline.kept_bytes(), strict=True)
     )
     if tokens < 1:
         raise InfeasiblePlanError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rayfcp.cost.stages import outer_parameters
-from rayfcp.values import HardwareProfile, ModelProfile, SequenceSpec
+from rayfcp.values import HardwareProfile, LayerProfile, ModelProfile, SequenceSpec
 
 
 def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
@@ -19,6 +19,7 @@ def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
         num_kv_heads=model.num_kv_heads // tensor_parallel,
         ffn_size=model.ffn_size // tensor_parallel,
         shared_ffn_size=model.shared_ffn_size // tensor_parallel,
+        layers=tuple(each.over(tensor_parallel) for each in model.layers),
     )
 
 
@@ -40,10 +41,12 @@ def efficiency_with_sums(
 ) -> float:
     """Share of peak of linear layers that take `linear_s` per token and the sums over T devices.
 
-    In each pass of a layer, 4 (T - 1) / T of a token's hidden state pass each device's link: two sums, each a
-    reduction and a gather (Megatron-LM with sequence parallelism). Nothing hides them.
+    In each pass of a layer, 4 (T - 1) / T of a token's hidden state pass each device's link: two sums, behind what
+    mixes tokens and behind the MLP, each a reduction and a gather (Megatron-LM with sequence parallelism). Nothing
+    hides them.
     """
-    moved_bytes = 4 * model.num_layers * model.hidden_size * hardware.dtype_bytes * (1 - 1 / tensor_parallel)
+    sums = sum(bool(each.mixers) + bool(each.ffn_size) for each in model.every_layer)
+    moved_bytes = 2 * sums * model.hidden_size * hardware.dtype_bytes * (1 - 1 / tensor_parallel)
     moved_s = moved_bytes / hardware.intra_node_bandwidth
     return hardware.linear_efficiency * linear_s / (linear_s + moved_s)
 
@@ -78,28 +81,47 @@ def vision_flops(model: ModelProfile, *, num_patches: float, pairs: float) -> fl
 
 ATTENTION_BACKWARD = 2.5  # five products against two: flash attention computes the scores again
 LINEAR_BACKWARD = 2.0
+EXPANSION_BACKWARD = 3.0  # of latents to keys and values: once more, and gradients of both factors
 REDUCED_BYTES = 4  # gradients, partial or whole, are summed in fp32
 
 
-def attended(model: ModelProfile, again: int) -> int:
-    """How many of `again` recomputed layers repeat their attention, rounds and exchanges of heads included."""
-    return 0 if model.keeps_attention else again
+def _attending(model: ModelProfile, again: int) -> tuple[LayerProfile, ...]:
+    """Those of the first `again` layers, which are recomputed, that repeat their attention."""
+    return () if model.keeps_attention else tuple(each for each in model.every_layer[:again] if each.attention)
+
+
+def attention_passes(model: ModelProfile, *, again: int) -> int:
+    """Passes of all layers through attention, rounds and exchanges of heads included, of which the first `again` layers
+    run forward once more."""
+    return 2 * sum(each.attention is not None for each in model.every_layer) + len(_attending(model, again))
+
+
+def _repeated(model: ModelProfile, again: int) -> float:
+    """Share of attention's forward pass, by FLOPs, that `again` recomputed layers repeat."""
+    whole = model.attention_flops_per_pair
+    return sum(each.pair_flops for each in _attending(model, again)) / whole if whole else 0.0
 
 
 def recomputed_flops(model: ModelProfile, *, again: int) -> tuple[float, float]:
     """FLOPs per pair of attention and per token of linear layers, forward and backward, of which `again` layers run
-    forward once more (without attention if that is kept)."""
-    attention = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers)
+    forward once more (without attention if that is kept). Backward expands latents to keys and values again."""
+    attention = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + _repeated(model, again))
     linear = model.linear_flops_per_token * (1 + model.linear_backward)
-    return attention, linear + 2.0 * again * model.layer_matmul_parameters
+    return attention, linear + model.linear_flops_of(model.every_layer[:again]) + _expansion_flops(model)
+
+
+def _expansion_flops(model: ModelProfile) -> int:
+    """Forward FLOPs in all layers of expanding what travelled of one token to keys and values of all heads."""
+    return sum(each.expansion_flops for each in model.every_layer)
 
 
 def ring_bytes(model: ModelProfile, *, again: int, bytes_per_element: int) -> tuple[int, int, int]:
     """Bytes of one token over a hop in all layers: keys and values forward, those of all passes with the partial
     gradients, which go back in fp32, and these alone."""
-    layers, kv_bytes, again = model.num_layers, model.kv_bytes_per_token(bytes_per_element), attended(model, again)
-    returned_bytes = layers * model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
-    return layers * kv_bytes, (2 * layers + again) * kv_bytes + returned_bytes, returned_bytes
+    once = sum(each.moved_elements for each in model.every_layer)
+    repeated = sum(each.moved_elements for each in _attending(model, again))
+    returned_bytes = once * max(bytes_per_element, REDUCED_BYTES)
+    return once * bytes_per_element, (2 * once + repeated) * bytes_per_element + returned_bytes, returned_bytes
 
 
 def flops_per_s(hardware: HardwareProfile, *, bytes_per_element: int) -> tuple[float, float]:
@@ -130,7 +152,8 @@ def coefficients(
         "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
         "attention_half_tokens": hardware.attention_half_tokens,
         "overlap": hardware.overlap,
-        "attention_forward": 1 / (1 + ATTENTION_BACKWARD + attended(model, again) / model.num_layers),
+        "attention_forward": 1 / (1 + ATTENTION_BACKWARD + _repeated(model, again)),
+        "expansion_s_per_token": _expansion_flops(model) / linear_rate,
         "linear_forward": _linear_forward(model, again=again, rate=linear_rate, num_stages=len(layers_of_stage)),
         "recomputed_layers": again,
         **{name: getattr(model, name) for name in ("linear_backward", "keeps_attention", "num_heads", "num_kv_heads")},
@@ -151,30 +174,37 @@ def coefficients(
 def _linear_forward(model: ModelProfile, *, again: int, rate: float, num_stages: int) -> float:
     """Share of linear layers in forward. Of a single stage, all of the head: a rank that is slow in forward has many
     tokens and much to do in the head, and run-ahead counts from the start of backward's first layer."""
-    token_s, layer_s = model.linear_flops_per_token / rate, 2.0 * model.layer_matmul_parameters / rate  # forward
+    token_s, layers = model.linear_flops_per_token / rate, model.every_layer  # forward
     both = 1 + model.linear_backward
-    all_s = token_s * both + again * layer_s
-    backward_s = model.linear_backward * (model.num_layers * layer_s if num_stages == 1 else token_s)
+    all_s = token_s * both + _layers_s(model, layers[:again], rate=rate) + _expansion_flops(model) / rate
+    backward_s = model.linear_backward * (_layers_s(model, layers, rate=rate) if num_stages == 1 else token_s)
     return (both * token_s - backward_s) / all_s
+
+
+def _layers_s(model: ModelProfile, layers: Sequence[LayerProfile], *, rate: float) -> float:
+    """Seconds of a token in these layers, forward."""
+    return len(layers) * (model.linear_flops_of(layers) / len(layers) / rate) if layers else 0.0
 
 
 def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
     """A ring moves keys and values in every pass, and their gradients (`ring_bytes`); Ulysses moves queries, keys,
     values and outputs."""
-    passes = 2 * model.num_layers + attended(model, again)
+    passes = attention_passes(model, again=again)
+    once = passes - len(_attending(model, again))
     forward_bytes, hop_bytes, returned_bytes = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)
-    heads = model.num_heads + model.num_kv_heads
-    ulysses_bytes = passes * bytes_per_element * model.head_dim * 2 * heads
+    exchanged = sum(each.exchanged_elements for each in model.every_layer)
+    repeated = sum(each.exchanged_elements for each in _attending(model, again))
+    ulysses_bytes = (2 * exchanged + repeated) * bytes_per_element
     return {
         "ring_intra_s_per_token": hop_bytes / hardware.intra_node_bandwidth,
         "ring_inter_s_per_token": hop_bytes / hardware.inter_node_bandwidth,
         "ring_s_per_round": passes * hardware.latency_s,
-        "passes_forward": model.num_layers / passes,
-        "ring_forward": forward_bytes / hop_bytes,
-        "ring_returned": returned_bytes / hop_bytes,
+        "passes_forward": once / 2 / (passes or 1),
+        "ring_forward": forward_bytes / (hop_bytes or 1),
+        "ring_returned": returned_bytes / (hop_bytes or 1),
         "ulysses_intra_s_per_token": ulysses_bytes / hardware.intra_node_bandwidth,
         "ulysses_inter_s_per_token": ulysses_bytes / inter_bandwidth(hardware),
-        "ulysses_kv_share": model.num_kv_heads / heads,
+        "ulysses_kv_share": sum(each.moved_elements for each in model.every_layer) / (exchanged or 1),
         "ulysses_s": 2 * passes * hardware.latency_s,
     }
 
@@ -198,7 +228,8 @@ def _shards(
     if len(layers_of_stage) > 1:
         return found
     gather_s, reduce_s = parameter_s(hardware, **sizes)
-    layer_s = gathered * model.layer_parameters * gather_s + reduced * model.trained_layer_parameters * reduce_s
+    trained = max(model.trained_of(each) for each in model.every_layer)
+    layer_s = gathered * model.layer_parameters * gather_s + reduced * trained * reduce_s
     return found | {"ahead": hardware.overlap / model.num_layers, "ahead_s": hardware.overlap * layer_s}
 
 
@@ -217,29 +248,28 @@ class ShardTraffic:
     @classmethod
     def of(
         cls,
-        layers: int,
+        layers: Sequence[int],
         *,
-        layer: int,
         outer: int,
         per: tuple[float, float],
         kept: bool,
-        trained: tuple[int, int] | None = None,
+        trained: tuple[Sequence[int], int] | None = None,
     ) -> "ShardTraffic":
-        """Traffic of `layers` of `layer` parameters and `outer` beside them, of which the `trained` ones (None: all)
+        """Traffic of layers of so many parameters and `outer` beside them, of which the `trained` ones (None: all)
         have gradients, at `parameter_s` `per` parameter.
 
         Layers are gathered for forward and for backward, the others once, and gradients are scattered. The others and
         the first layer come before anything computes, and their gradients go when nothing does any more. A backward
         pass begins with a last layer that is still gathered (`kept`), or with nothing to hide that one behind.
         """
-        (gather_s, reduce_s), (trained_layer, trained_outer) = per, trained or (layer, outer)
+        (gather_s, reduce_s), (trained_layers, trained_outer) = per, trained or (layers, outer)
         return cls(
-            forward_s=(layers * layer + outer) * gather_s,
-            backward_s=(layers - kept) * layer * gather_s,
-            reduced_s=(layers * trained_layer + trained_outer) * reduce_s,
-            exposed_s=(outer + layer) * gather_s,
-            backward_exposed_s=0.0 if kept else layer * gather_s,
-            reduced_exposed_s=(trained_outer + trained_layer) * reduce_s,
+            forward_s=(sum(layers) + outer) * gather_s,
+            backward_s=sum(layers[: len(layers) - kept]) * gather_s,
+            reduced_s=(sum(trained_layers) + trained_outer) * reduce_s,
+            exposed_s=(outer + layers[0]) * gather_s,
+            backward_exposed_s=0.0 if kept else layers[-1] * gather_s,
+            reduced_exposed_s=(trained_outer + trained_layers[0]) * reduce_s,
         )
 
     def fields(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
@@ -265,16 +295,16 @@ def shard_traffic(
     """Traffic of each stage of N ranks; the last one's backward pass begins with the head and a layer that is kept."""
     per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
+    stages = zip(model.layers_of(layers_of_stage), outer, strict=True)
     return tuple(
         ShardTraffic.of(
-            layers,
-            layer=model.layer_parameters,
+            [model.parameters_of([each]) for each in layers],
             outer=own,
-            trained=(model.trained_layer_parameters, own if model.adapter is None else 0),
+            trained=([model.trained_of(each) for each in layers], own if model.adapter is None else 0),
             per=per,
             kept=stage == len(layers_of_stage) - 1,
         )
-        for stage, (layers, own) in enumerate(zip(layers_of_stage, outer, strict=True))
+        for stage, (layers, own) in enumerate(stages)
     )
 
 

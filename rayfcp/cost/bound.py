@@ -33,7 +33,7 @@ def lower_bound(
 
     With `constraints`, degrees d are the permitted ones, a group that holds k holds its unit, and the fewest
     microbatches are the least permitted number of them, n. What a microbatch computes hides no more than its own
-    traffic of shards, which counts where n is large (5).
+    traffic of shards, which counts where n is large (5). Messages of recurrent layers are left out.
 
     S is the sum of the speeds s(r) of all N ranks, N where all are equally fast. What a rank computes takes it 1 / s(r)
     of the usual time: t(k, d) is that of the d fastest, and the fixed cost is N / S of the usual one beside the first
@@ -66,6 +66,7 @@ def lower_bound(
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
     """
     check_longest(sequences, cluster=cluster)
+    cost = cost.without_states()
     num_ranks, speeds = cluster.num_ranks, speeds_of(cluster)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     used = tuple(primitives)
@@ -132,7 +133,7 @@ def _extra_s(
     max_tokens = cluster.max_tokens_per_rank
     alone = max_tokens if 1 in degrees else 0
     tokens = np.array([each.num_tokens for each in sequences if each.num_tokens > alone], np.float64)
-    if not len(tokens) or cost.attention_half_tokens == 0.0 or sequences[0].layer_kinds:
+    if not len(tokens) or cost.attention_half_tokens == 0.0 or cost.layer_kinds:
         return 0.0
     used = tuple(primitives)
     whole = np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s) & (Primitive.ULYSSES in used)
@@ -173,7 +174,7 @@ def _rings_s(sequence: SequenceSpec, degrees: Ints, *, crosses: Bools, fastest: 
     """
     slowest, together = fastest[degrees - 1], np.cumsum(fastest)[degrees - 1]
     computed_s = cost.compute_s(sequence.attention_pairs, sequence.num_tokens) / together + cost.fixed_s / fastest[0]
-    if sequence.layer_kinds:
+    if cost.layer_kinds:
         return np.asarray(computed_s)
     even = sequence.num_tokens // (2 * degrees) * (2 * degrees)
     even = np.where(degrees == 1, sequence.num_tokens, even)

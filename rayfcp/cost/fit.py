@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rayfcp.cost.analytic import attended, recomputed_flops, ring_bytes
+from rayfcp.cost.analytic import attention_passes, recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
 from rayfcp.values import (
@@ -529,7 +529,7 @@ def _measured_links(
     links, again = [name for name, is_measured in measured.items() if is_measured], cost.recomputed_layers
     if not links or cost.ring_intra_s_per_token == cost.ring_s_per_round == 0:
         return {}
-    latency = {"latency_s": cost.ring_s_per_round / (2 * model.num_layers + attended(model, again))}
+    latency = {"latency_s": cost.ring_s_per_round / (attention_passes(model, again=again) or 1)}
     if cost.ring_intra_s_per_token == 0:
         return latency
     _, hop_bytes, _ = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)

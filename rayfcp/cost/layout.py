@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import ATTENTION_BACKWARD
+from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.work import LayoutWork, layout_work
@@ -72,7 +72,7 @@ def layout_passes(
     between exchanges that cost those of Ulysses for the most tokens of the run's ranks; infinitely much if the heads
     cannot be shared out so. Ranks compute at their own speeds, those of a run at that of its slowest. Recomputed layers
     run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their gradients went the
-    way back.
+    way back. Nothing hides the states of recurrent layers.
     """
     num_ranks = cluster.num_ranks
     work = layout_work(layout, by_id=by_id, num_ranks=num_ranks)
@@ -81,7 +81,28 @@ def layout_passes(
         return math.inf, math.inf
     hold = layout.pacing.num_buffers if layout.pacing else HOLD
     linear_s = (cost.linear_s_per_token * work.tokens + cost.fixed_s) / speeds_of(cluster)
-    return passes_s(rounds, linear_s, hold=hold, cost=cost)
+    forward_s, backward_s = passes_s(rounds, linear_s, hold=hold, cost=cost)
+    states_s = _states_s(layout, cluster=cluster, cost=cost)
+    return forward_s + states_s[0], backward_s + states_s[1]
+
+
+def _states_s(layout: Layout, *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:
+    """Seconds in which the rank that has most parts of sequences which several ranks share passes their states, as if
+    the sequences went across as many ranks as there are."""
+    if cost.scan is None:
+        return 0.0, 0.0
+    ranks_of: dict[int, set[int]] = {}
+    for block in layout.blocks:
+        ranks_of.setdefault(block.sequence, set()).add(block.rank)
+    ends = {(block.sequence, block.rank, block.stop) for block in layout.blocks}
+    parts = [0] * cluster.num_ranks
+    for block in layout.blocks:  # a block that begins where the rank's own one ends is of the same part
+        if len(ranks_of[block.sequence]) > 1 and (block.sequence, block.rank, block.start) not in ends:
+            parts[block.rank] += 1
+    across = len(set(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))) > 1
+    ranks = np.array(float(max(map(len, ranks_of.values()), default=1)))
+    forward_s, backward_s = cost.scan.passes_s(ranks, parts=max(parts), crosses=np.array(across))
+    return float(forward_s), float(backward_s)
 
 
 def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) -> tuple[float, float]:
@@ -132,7 +153,8 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
     per_pair_s = cost.attention_s_per_pair / layout.heads
     own_s = per_pair_s * (work.own_pairs + half * work.own_sides) / speeds
-    brought_s = per_pair_s * (work.pairs + half * work.sides) / speeds[work.target]
+    expanded_s = (1 + EXPANSION_BACKWARD) * cost.expansion_s_per_token / layout.heads * work.moved_tokens
+    brought_s = (per_pair_s * (work.pairs + half * work.sides) + expanded_s) / speeds[work.target]
     tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)  # as if all held those of the fullest
     return Rounds(
         work_s=_phases_s(layout, phase=phase_of(work.round), work=work, own_s=own_s, brought_s=brought_s),

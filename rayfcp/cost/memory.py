@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rayfcp.cost.stages import outer_parameters
-from rayfcp.values import InfeasiblePlanError, ModelProfile
+from rayfcp.values import InfeasiblePlanError, LayerProfile, ModelProfile
 from rayfcp.values.arrays import Floats
 from rayfcp.values.profile import PACKED_BYTES, PACKED_NUMBERS
 
@@ -138,26 +138,28 @@ def stage_state_parts(
     head = bytes_per_element * model.head_parameters if is_last else 0
     chunk = loss_bytes(model, bytes_per_element=bytes_per_element) - head if is_last else 0
     head = head if model.adapter is None else 0
-    trained = (model.layer_parameters, outer) if model.adapter is None else (model.adapter.layer_parameters, 0)
-    packed = model.adapter.packed_parameters if model.adapter else 0
+    layers = model.layers_of(layers_of_stage)[stage]
     found = _states(
-        layers_of_stage[stage], model.layer_parameters, outer=outer, trained=trained, packed=packed, **settings
+        [model.parameters_of([each]) for each in layers],
+        outer=outer,
+        trained=([model.trained_of(each) for each in layers], outer if model.adapter is None else 0),
+        packed=model.adapter.packed_parameters if model.adapter else 0,
+        **settings,
     )
     found["passing"] += bytes_per_element * (model.adapter.largest_packed if model.adapter else 0)
     if vision := model.vision:
-        outer = vision.outer_parameters(model.hidden_size)
-        trained = (0, 0) if vision.frozen else (vision.layer_parameters, outer)
-        more = _states(vision.num_layers, vision.layer_parameters, outer=outer, trained=trained, **settings)
+        sizes, outer = [vision.layer_parameters] * vision.num_layers, vision.outer_parameters(model.hidden_size)
+        none = [0] * vision.num_layers, 0
+        more = _states(sizes, outer=outer, trained=none if vision.frozen else (sizes, outer), **settings)
         found = {kind: size + more[kind] for kind, size in found.items()}
     return found | {"head": head, "passing": max(found["passing"], chunk)}
 
 
 def _states(
-    layers: int,
-    layer: int,
+    layers: Sequence[int],
     *,
     outer: int,
-    trained: tuple[int, int],
+    trained: tuple[Sequence[int], int],
     packed: int = 0,
     num_ranks: int,
     bytes_per_element: int,
@@ -165,28 +167,33 @@ def _states(
     gather_every: Literal["microbatch", "step"],
     staged: bool,
 ) -> dict[str, int]:
-    """By kind, of `layers` of `layer` parameters and `outer` beside them; `trained`: how many of a layer's and of the
-    others have gradients and moments. The rest are weights alone, in the precision in which they are used, or `packed`
-    of a layer in four bits.
+    """By kind, of layers of so many parameters each and `outer` beside them; `trained`: how many of each layer and of
+    the others have gradients and moments. The rest are weights alone, in the precision in which they are used, or
+    `packed` of a layer in four bits.
 
     `sharded`: weights and moments, and gradients: of the microbatches before, or of the first layer that is reduced.
-    `gathered`: two layers at a time, or all through the step. `unreduced`: fp32 gradients of the whole model, where
-    they are summed once a step. `passing`: gradients of the layer that computes, and otherwise those of the one before
-    in fp32, which are being summed.
+    `gathered`: two layers at a time, those neighbours that are largest, or all through the step. `unreduced`: fp32
+    gradients of the whole model, where they are summed once a step. `passing`: gradients of the layer that computes,
+    and otherwise those of the one before in fp32, which are being summed; of the largest layer both.
     """
-    whole, saved = layers * layer + outer, packed * bytes_per_element - packed * PACKED_BYTES // PACKED_NUMBERS
-    at_once = layers if gather_every == "step" else min(GATHERED_LAYERS, layers)
-    gathered = at_once * (layer * bytes_per_element - saved) + outer * bytes_per_element
+    whole, saved = sum(layers) + outer, packed * bytes_per_element - packed * PACKED_BYTES // PACKED_NUMBERS
+    at_once = len(layers) if gather_every == "step" else min(GATHERED_LAYERS, len(layers))
+    gathered = (_most_at_once(layers, at_once) + outer) * bytes_per_element - at_once * saved
     once, (own, others) = reduce_every == "step", trained
-    all_trained = layers * own + others
-    states = (STATE_BYTES - FP32_BYTES) * all_trained + FP32_BYTES * (own if once else all_trained)
-    states += bytes_per_element * (whole - all_trained) - layers * saved
+    all_trained, largest = sum(own) + others, max(own)
+    states = (STATE_BYTES - FP32_BYTES) * all_trained + FP32_BYTES * (largest if once else all_trained)
+    states += bytes_per_element * (whole - all_trained) - len(layers) * saved
     return {
         "sharded": -(-states // num_ranks),
         "gathered": gathered,
         "unreduced": FP32_BYTES * (all_trained if once else staged * others),
-        "passing": (bytes_per_element + (0 if once else FP32_BYTES)) * own,
+        "passing": (bytes_per_element + (0 if once else FP32_BYTES)) * largest,
     }
+
+
+def _most_at_once(layers: Sequence[int], count: int) -> int:
+    """Most parameters of `count` neighbouring layers."""
+    return max(sum(layers[first : first + count]) for first in range(len(layers) - count + 1))
 
 
 def ending_bytes(
@@ -195,7 +202,7 @@ def ending_bytes(
     """Bytes of a device of a single stage at the end of a backward pass, without activations: states, embedding and
     head, and if these are trained their gradients, and the same in fp32 as they are summed."""
     outer = outer_parameters(model, num_stages=1)[0]
-    whole = model.num_layers * model.layer_parameters + outer
+    whole = model.parameters_of(model.every_layer) + outer
     if model.adapter is not None:
         states = STATE_BYTES * model.num_trained + model.frozen_bytes(bytes_per_element)
         return -(-states // num_devices) + bytes_per_element * outer
@@ -235,9 +242,10 @@ def forward_state_bytes(
 ) -> int:
     """Bytes of a device of a stage beside tokens in passes that are not followed by a backward pass: weights and
     moments, gathered layers, on the last stage a chunk's logits, but no gradients."""
-    outer, layers = outer_parameters(model, num_stages=len(layers_of_stage))[stage], layers_of_stage[stage]
-    whole = layers * model.layer_parameters + outer
-    few = min(GATHERED_LAYERS, layers) * model.layer_parameters + outer
+    outer = outer_parameters(model, num_stages=len(layers_of_stage))[stage]
+    layers = [model.parameters_of([each]) for each in model.layers_of(layers_of_stage)[stage]]
+    whole = sum(layers) + outer
+    few = _most_at_once(layers, min(GATHERED_LAYERS, len(layers))) + outer
     gathered = bytes_per_element * (whole if gather_every == "step" else few)
     is_last = stage == len(layers_of_stage) - 1
     logits = loss_bytes(model, bytes_per_element=bytes_per_element) if is_last else 0
@@ -247,9 +255,13 @@ def forward_state_bytes(
 def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     """Bytes per token of such a pass: what one layer makes, at most all that its backward pass would need, its input
     and output, the last norm, keys and values of two rounds, and exchanges for heads."""
-    each = layer_bytes(model, bytes_per_element=bytes_per_element)
-    by_heads = bytes_per_element * 2 * model.num_heads * model.head_dim + each.kv
-    return each.whole + 2 * bytes_per_element * model.hidden_size + each.head + 2 * each.kv + by_heads
+
+    def needed(layer: LayerProfile) -> int:
+        each = layer_bytes(model, layer, bytes_per_element=bytes_per_element)
+        by_heads = bytes_per_element * layer.exchanged_elements
+        return each.whole + each.head + each.buffers - 2 * each.kv_gradients + by_heads
+
+    return max(map(needed, model.every_layer)) + 2 * bytes_per_element * model.hidden_size
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
@@ -315,22 +327,97 @@ class LayerBytes:
         return self.working * tokens + self.buffers * travelling
 
 
-def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
-    """`LayerBytes` of `model`."""
-    e = bytes_per_element
-    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
-    kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
-    out, keeps = e * model.num_heads * model.head_dim, model.keeps_attention
+def layer_bytes(model: ModelProfile, layer: LayerProfile | None = None, *, bytes_per_element: int) -> LayerBytes:
+    """`LayerBytes` of a layer of `model`, the first one if absent."""
+    e, layer = bytes_per_element, layer or model.every_layer[0]
+    routed = layer.experts_per_token * layer.hidden_size if layer.has_experts else 0
+    kv, gradients = e * layer.moved_elements, max(e, FP32_BYTES) * layer.moved_elements
+    outputs = sum(mixer.exchanged_elements[1] for mixer in layer.mixers)
+    expanded = sum(mixer.expanded_elements for mixer in layer.mixers)
+    keeps = model.keeps_attention and layer.attention is not None
+    kept = e * outputs + FP32_BYTES * layer.attention.saved_statistics if keeps and layer.attention else 0
+    computing = FP32_BYTES * sum(mixer.working_elements for mixer in layer.mixers)
     return LayerBytes(
-        whole=layer_token_bytes(model, bytes_per_element=e),
-        kept=e * model.hidden_size + keeps * (out + FP32_BYTES * model.num_heads),
-        exchanged=keeps * (2 * out + kv),
+        whole=layer_token_bytes(model, layer, bytes_per_element=e),
+        kept=e * layer.hidden_size + kept + FP32_BYTES * sum(mixer.kept_statistics for mixer in layer.mixers),
+        exchanged=keeps * e * layer.exchanged_elements,
         kv=kv,
         kv_gradients=gradients,
-        head=_norm_bytes(model, bytes_per_element=e) * model.hidden_size,
-        working=e * (2 * model.active_ffn_size + routed),
-        buffers=2 * (kv + gradients),
+        head=_norm_bytes(model, bytes_per_element=e) * layer.hidden_size,
+        working=e * (2 * layer.active_ffn_size + routed) + computing,
+        buffers=2 * (kv + gradients + e * expanded),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersBytes:
+    """Layers of several stages by what they keep: layer i of stage p is of `shapes[stages[p][i]]`. Where layers differ,
+    amounts that stand for any layer of any stage are those of the one that has most, or frees least: of a pipeline each
+    of whose passes recomputes another number of layers, that is a bound."""
+
+    shapes: tuple[LayerBytes, ...]
+    stages: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, model: ModelProfile, *, layers_of_stage: Sequence[int], bytes_per_element: int) -> "LayersBytes":
+        """Those of `model`."""
+        stages = model.layers_of(layers_of_stage)
+        found = {each: layer_bytes(model, each, bytes_per_element=bytes_per_element) for own in stages for each in own}
+        shapes = tuple(dict.fromkeys(found.values()))
+        numbers = {each: shapes.index(size) for each, size in found.items()}
+        return cls(shapes=shapes, stages=tuple(tuple(numbers[each] for each in own) for own in stages))
+
+    def of_stage(self, stage: int) -> tuple[LayerBytes, ...]:
+        """Each layer of a stage."""
+        return tuple(self.shapes[number] for number in self.stages[stage])
+
+    @property
+    def head(self) -> int:
+        """As of `LayerBytes`."""
+        return self.shapes[0].head
+
+    @property
+    def kv_gradients(self) -> int:
+        """Most of any stage in the mean over its layers, rounded up."""
+        sums = [(sum(each.kv_gradients for each in self.of_stage(p)), len(own)) for p, own in enumerate(self.stages)]
+        return max(-(-total // count) for total, count in sums)
+
+    def most(self, name: str) -> int:
+        """The largest value of a field of `LayerBytes`."""
+        return max(int(getattr(each, name)) for each in self.shapes)
+
+    def layers(self, tokens: Amount, attended: Amount) -> list[Amount]:
+        """`LayerBytes.layer` of all layers together, by stage."""
+        each = [shape.layer(tokens, attended) for shape in self.shapes]
+        counts = [[own.count(number) for number in range(len(each))] for own in self.stages]
+        return [_total(each, own) for own in counts]
+
+    def largest(self, tokens: Amount, attended: Amount) -> Amount:
+        """`LayerBytes.layer` of the layer that has most."""
+        return _most([shape.layer(tokens, attended) for shape in self.shapes])
+
+    def freed(self, tokens: Amount, attended: Amount, *, later: Amount, by_heads: Amount | int = 0) -> Amount:
+        """`LayerBytes.freed` of the layer that frees least."""
+        found = [shape.freed(tokens, attended, later=later, by_heads=by_heads) for shape in self.shapes]
+        return -_most([-each for each in found])
+
+    def computing(self, tokens: Amount, travelling: Amount) -> Amount:
+        """`LayerBytes.computing` of the layer that has most."""
+        return _most([shape.computing(tokens, travelling) for shape in self.shapes])
+
+
+def _total(amounts: Sequence[Amount], counts: Sequence[int]) -> Amount:
+    total = counts[0] * amounts[0]
+    for amount, count in zip(amounts[1:], counts[1:], strict=True):
+        total = total + count * amount
+    return total
+
+
+def _most(amounts: Sequence[Amount]) -> Amount:
+    most = amounts[0]
+    for amount in amounts[1:]:
+        most = (most + amount + abs(most - amount)) // 2  # the larger of both
+    return most
 
 
 def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int, by_heads: bool = False) -> int:
@@ -338,14 +425,19 @@ def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_elemen
     shares out heads with others.
 
     A recomputed layer keeps its input (and its attention, `LayerBytes.kept`). While it is computed again one layer is
-    whole, which adds to the peak only if all are recomputed: others, the last ones, are freed before. The working set
-    holds the gradients of the MLP's two inner activations and the ring's buffers. Any token of a VLM may have features.
+    whole, which adds to the peak only if all are recomputed: others, the last ones, are freed before; where layers
+    differ, the largest of them counts if those not recomputed are smaller. The working set holds the gradients of the
+    MLP's two inner activations and the ring's buffers. Any token of a VLM may have features.
     """
-    each = layer_bytes(model, bytes_per_element=bytes_per_element)
-    freed = recomputed_layers * each.freed(1, 1, later=0, by_heads=by_heads)
-    freed -= each.layer(1, 1) if recomputed_layers == model.num_layers else 0
+    stages = LayersBytes.of(model, layers_of_stage=(model.num_layers,), bytes_per_element=bytes_per_element)
+    every = stages.of_stage(0)
+    again, rest = every[:recomputed_layers], every[recomputed_layers:]
+    freed = sum(each.freed(1, 1, later=0, by_heads=by_heads) for each in again)
+    whole = sum(each.layer(1, 1) for each in every)
+    one = max((each.freed(1, 1, later=0, by_heads=by_heads) if rest else each.layer(1, 1) for each in again), default=0)
+    more = max(one - sum(each.layer(1, 1) for each in rest), 0)
     features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
-    return model.num_layers * each.layer(1, 1) - freed + each.computing(1, 1) + features
+    return whole - freed + more + max(each.computing(1, 1) for each in every) + features
 
 
 def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> tuple[int, int]:
@@ -367,14 +459,16 @@ def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> tuple[int, in
     return vision.num_layers * layer + mergers + rows, layer
 
 
-def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+def layer_token_bytes(model: ModelProfile, layer: LayerProfile, *, bytes_per_element: int) -> int:
     """Bytes that one layer saves for backward per token, flash attention and gated MLP, e bytes an element.
 
-    Two norms: input in fp32, normalised input, output: 2 (4 + 2e) h. Attention: query, output, keys and
-    values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and
-    normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F. With experts F is the sum over
-    those of a token, and each of these keeps its input and its output beside, the router fp32 shares of all E.
-    Beside adapters norms are frozen, and normalised inputs are not kept; adapters keep what `AdapterProfile` says.
+    Two norms, one before what mixes tokens and one before the MLP: input in fp32, normalised input, output:
+    2 (4 + 2e) h. Attention: query, output, keys and values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads,
+    of queries and keys, their input in fp32 and normalised: (4 + e) (H + H_kv) D. Other mixers say what they save
+    (`MixerProfile.saved_elements`). MLP: gate, up, activated gate, product: 4 e F, and without a gate 2 e F. With
+    experts F is the sum over those of a token, and each of these keeps its input and its output beside, the router fp32
+    shares of all E. Beside adapters norms are frozen, and normalised inputs are not kept; adapters keep what
+    `AdapterProfile` says.
 
     A compiled layer saves inputs and outputs of matrix products, and computes what lies between again: norms keep
     their input in e bytes and their output, 2 (2e) h, those of heads their input alone, e (H + H_kv) D, and the MLP no
@@ -382,16 +476,20 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     counted as if they were not compiled.
     """
     e, trained, fused = bytes_per_element, model.adapter is None, _is_fused(model)
-    whole = fused and not model.has_experts
-    norms = 2 * _norm_bytes(model, bytes_per_element=e) * model.hidden_size
-    attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
-    if model.head_norms:
-        each = e if whole else FP32_BYTES + trained * e
-        attention += each * (model.num_heads + model.num_kv_heads) * model.head_dim
-    mlp = (3 if whole else 4) * e * model.active_ffn_size
-    if model.has_experts:
-        mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
-    return norms + attention + mlp + (e * model.adapter.token_elements if model.adapter else 0)
+    whole = fused and not layer.has_experts
+    has_mlp = layer.active_ffn_size > 0
+    num_norms = bool(layer.mixers) + has_mlp or 1
+    norms = num_norms * _norm_bytes(model, bytes_per_element=e) * layer.hidden_size
+    normed = e if whole else FP32_BYTES + trained * e
+    mixers = sum(
+        e * mixer.saved_elements + FP32_BYTES * mixer.saved_statistics + normed * mixer.normed_elements
+        for mixer in layer.mixers
+    )
+    gated = layer.mlp_matrices > 2
+    mlp = ((3 if whole else 4) if gated else 2) * e * layer.active_ffn_size
+    if layer.has_experts:
+        mlp += 2 * e * layer.experts_per_token * layer.hidden_size + FP32_BYTES * layer.num_experts
+    return norms + mixers + mlp + (e * model.adapter.token_elements if model.adapter else 0)
 
 
 def _norm_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:

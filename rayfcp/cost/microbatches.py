@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rayfcp.cost.analytic import EXPANSION_BACKWARD
 from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, speeds_of
@@ -65,7 +66,7 @@ class Passes(NamedTuple):
 
     def layer_s(self, cost: CostModel) -> Floats:
         """Seconds of recomputing one layer: its share of `forward_s`, or, where attention is kept, of linear layers and
-        the fixed cost in forward, without the head."""
+        the fixed cost in forward, without the head; in the mean over layers."""
         assert cost.pipeline is not None, "stages have a cost"
         again_s = self.forward_s
         if cost.keeps_attention:
@@ -87,7 +88,8 @@ def chunk_passes(
     """Passes of chunks on groups of `degree` ranks each (Eqs. 1-4, for rings too).
 
     Queries attend to the context in further pieces: over a ring the keys and values of the context travel with the
-    chunk's own, under Ulysses each rank has them for its heads. `crosses`: the group spans nodes.
+    chunk's own, under Ulysses each rank has them for its heads. Latents of the context are expanded anew. `crosses`:
+    the group spans nodes.
     """
     ring = primitive is Primitive.RING
     extra = cost.attention_half_tokens * chunks.sides * (degree if ring else 1)
@@ -96,6 +98,8 @@ def chunk_passes(
         terms.seconds(chunks.pairs + extra, chunks.tokens, moved_tokens=moved)
         for terms in cost.terms(degree, primitive=primitive, crosses=crosses)
     )
+    expanded_s = cost.expansion_s_per_token * chunks.context / (1 if ring else degree)
+    forward_s, backward_s = forward_s + expanded_s, backward_s + EXPANSION_BACKWARD * expanded_s
     return Passes(forward_s, backward_s, np.ceil(chunks.tokens / degree)).without_recomputation(cost)
 
 
@@ -139,14 +143,13 @@ def _stage_bytes(
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     each, layers = pipeline.layer_bytes, np.array(pipeline.layers_of_stage, np.float64)
-    whole = each.layer(tokens, attended)
-    kept = layers[:, None] * whole
+    kept = np.array(each.layers(tokens, attended), np.float64)
     kept[-1] += each.head * tokens
     return StageBytes(
         kept=kept,
         freed=each.freed(tokens, attended, later=later, by_heads=by_heads),
         working=computing,
-        again=whole,
+        again=each.largest(tokens, attended),
         summed=summed,
         begun=begun,
         layers=layers,
@@ -223,7 +226,7 @@ def computed_times(passes: Passes, *, cost: CostModel) -> StageTimes:
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     head_forward_s, head_backward_s = passes.head_s(cost)
-    share = np.array(pipeline.layers_of_stage)[:, None] / pipeline.num_layers
+    share = np.array(pipeline.share)[:, None]
     last = np.zeros((pipeline.num_stages, 1))
     last[-1] = 1.0
     return StageTimes(

@@ -13,11 +13,12 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from rayfcp.cost.analytic import ATTENTION_BACKWARD, coefficients
+from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD, coefficients
 from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
 from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.pipeline import PipelineCost
-from rayfcp.cost.stages import split_layers
+from rayfcp.cost.scans import RING_PARTS, ScanCost
+from rayfcp.cost.stages import check_layers, split_layers
 from rayfcp.cost.work import visible_ring_share
 from rayfcp.values import ClusterSpec, HardwareProfile, LayerKinds, ModelProfile, Primitive
 from rayfcp.values.arrays import Bools, Floats
@@ -28,7 +29,8 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
 
     In each of d - 1 rounds one hop's keys and values pass a rank while it attends to the ones before. In backward their
     gradients follow, and the last hop brings them home when all attention is done; layers that are recomputed run the
-    d - 1 rounds of forward once more.
+    d - 1 rounds of forward once more. What comes as a latent is expanded where it is attended to, in backward again and
+    with two products for its gradients. Nothing hides the states of recurrent layers.
     """
     each_s = np.where(crosses, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
     hop_s = each_s * visible_ring_share(cost.layer_kinds, ranks) / ranks
@@ -39,23 +41,35 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
     cover = (ranks - 1) / ranks
     forward = _computed(cost, ranks, attention=cost.attention_forward, linear=cost.linear_forward, half=half)
     backward = _computed(cost, ranks, attention=1 - cost.attention_forward, linear=1 - cost.linear_forward, half=half)
+    expanded_s = cover * cost.expansion_s_per_token
+    scans_s = _scans(cost, ranks, parts=RING_PARTS, crosses=crosses)
     return (
         forward._replace(
+            attention_s_per_token=forward.attention_s_per_token + expanded_s,
             moved_s_per_token=(ranks - 1) * cost.ring_forward * hop_s,
-            moved_s=(ranks - 1) * once_s,
+            moved_s=(ranks - 1) * once_s + scans_s[0],
+            tail_s=scans_s[0],
             cover=cover,
             steady=cover,
             overlap=np.full_like(ranks, cost.overlap),
         ),
         backward._replace(
+            attention_s_per_token=backward.attention_s_per_token + EXPANSION_BACKWARD * expanded_s,
             moved_s_per_token=(ranks - 1) * (1 - cost.ring_forward) * hop_s,
-            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s,
+            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s + scans_s[1],
             tail_s_per_token=np.where(ranks == 1, 0.0, cost.ring_returned * hop_s),
-            tail_s=once_s,
+            tail_s=once_s + scans_s[1],
             overlap=np.full_like(ranks, cost.overlap),
             **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
         ),
     )
+
+
+def _scans(cost: "CostModel", ranks: Floats, *, parts: int, crosses: Bools) -> tuple[Floats, Floats]:
+    """Seconds of a group's states, forward and backward, as if one sequence were cut."""
+    if cost.scan is None:
+        return np.zeros_like(ranks), np.zeros_like(ranks)
+    return cost.scan.passes_s(ranks, parts=parts, crosses=crosses)
 
 
 def _backward_rounds(
@@ -85,6 +99,7 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
 
     Each rank exchanges (d - 1) / d of its tokens, and nothing hides it. What leaves the node has links of its own. A
     group over several nodes, as few as hold it but two at least, has a node with no more than its share of ranks.
+    Recurrent layers stay cut by tokens. A rank expands latents for its own heads only.
     """
     grown = 1 - cost.ulysses_kv_share + cost.ulysses_kv_share * np.maximum(ranks / cost.num_kv_heads, 1.0)
     nodes = np.where(crosses, np.maximum(np.ceil(ranks / cost.ranks_per_node), 2.0), 1.0)
@@ -95,13 +110,14 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
     splits = (cost.num_heads % ranks == 0) & ((cost.num_kv_heads % ranks == 0) | (ranks % cost.num_kv_heads == 0))
     known = (cost.ulysses_intra_s_per_token > 0 and cost.ulysses_inter_s_per_token > 0) | (ranks == 1)
     moved_s = np.where(splits & known, np.where(ranks > 1, cost.ulysses_s, 0.0), np.inf)
+    scans_s = _scans(cost, ranks, parts=1, crosses=crosses)
     forward, backward = (
         _computed(cost, ranks, attention=attention, linear=linear, half=1 / (2 * ranks))._replace(
-            moved_s_per_token=share * per_token, moved_s=share * moved_s
+            moved_s_per_token=share * per_token, moved_s=share * moved_s + scan_s
         )
-        for attention, linear, share in (
-            (cost.attention_forward, cost.linear_forward, cost.passes_forward),
-            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward),
+        for attention, linear, share, scan_s in (
+            (cost.attention_forward, cost.linear_forward, cost.passes_forward, scans_s[0]),
+            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward, scans_s[1]),
         )
     )
     return forward, backward
@@ -121,6 +137,9 @@ def _computed(cost: "CostModel", ranks: Floats, *, attention: float, linear: flo
     return Terms(**(nothing_moves | computed))
 
 
+PARTS = ("pipeline", "layer_kinds", "scan", "encoder")
+"""Fields of a cost model that are no numbers."""
+
 Amount = TypeVar("Amount", float, Floats)
 
 
@@ -129,7 +148,7 @@ class CostModel:
     """Coefficients of forward and backward together, analytic or measured; all finite and at least 0.
 
     Computation: `attention_s_per_pair` (alpha1 of Eq. 8) for a (query, key) pair that is computed, in the mean over
-    `layer_kinds`; `linear_s_per_token` (alpha2); `fixed_s` (beta1) for a microbatch.
+    `layer_kinds`, those that attend; `linear_s_per_token` (alpha2); `fixed_s` (beta1) for a microbatch.
     `attention_half_tokens`: attention over pieces of n tokens takes 1 + that / n as long per pair. A sequence of L
     tokens is one piece on one rank or under Ulysses, L x that / 2 pairs more, shared by the ranks; a ring of degree d
     cuts it, L x that x (1 - 1 / 2d) pairs more on every rank.
@@ -143,6 +162,9 @@ class CostModel:
     `ulysses_intra_s_per_token` or, between nodes, `ulysses_inter_s_per_token`; keys and values are `ulysses_kv_share`
     of it and grow with the degree beyond `num_kv_heads`; `ulysses_s`: latency of all exchanges. Degrees that do not
     divide the heads take infinitely long, and so do degrees above 1 where seconds per token are 0: unknown is not free.
+
+    `expansion_s_per_token`: expanding what came of a token as a latent to keys and values of all heads, forward, beside
+    the token's own linear layers. `scan`: of recurrent layers.
 
     Shares of the forward pass: `attention_forward` of attention, `linear_forward` of linear layers (the head whole) and
     of the fixed cost, `ring_forward` of what a ring moves, `passes_forward` of latencies and exchanges;
@@ -192,13 +214,15 @@ class CostModel:
     ahead: float = 0.0
     ahead_s: float = 0.0
     pipeline: PipelineCost | None = None
+    expansion_s_per_token: float = 0.0
     layer_kinds: LayerKinds = ()
+    scan: ScanCost | None = None
     encoder: EncoderCost | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("pipeline", "layer_kinds", "encoder") and not (math.isfinite(value) and value >= 0):
+            if field.name not in PARTS and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name} is {value}, must be finite and at least 0; measure it again")
         if self.overlap > 1.0:
             raise ValueError(f"overlap is {self.overlap}, must be at most 1; nothing hides more than all of it")
@@ -226,6 +250,7 @@ class CostModel:
             InfeasiblePlanError: a stage's states alone do not fit its devices.
         """
         layers = tuple(layers_of_stage) or split_layers(model.num_layers, num_stages)
+        check_layers(model, layers)
         traffic: dict[str, Any] = {"reduce_every": reduce_every, "gather_every": gather_every}
         sizes: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
         found: dict[str, Any] = coefficients(
@@ -240,7 +265,8 @@ class CostModel:
             found["pipeline"] = PipelineCost.from_profiles(
                 model, hardware, layers_of_stage=layers, memory_bytes=memory_bytes, **sizes, **traffic
             )
-        return cls(**found, layer_kinds=model.layer_kinds)
+        scan = ScanCost.from_profiles(model, hardware, bytes_per_element=bytes_per_element)
+        return cls(**found, layer_kinds=model.attention_kinds, scan=scan)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
@@ -262,13 +288,16 @@ class CostModel:
         raise ValueError(f"fields of the cost model are of another version ({', '.join(wrong)}); measure again")
 
     def with_coefficients(self, **measured: float) -> "CostModel":
-        """The same model with measured coefficients in place of those named. The head keeps its share of linear
-        layers."""
-        pipeline, linear_s = self.pipeline, measured.get("linear_s_per_token")
-        if pipeline and linear_s is not None and self.linear_s_per_token > 0:
-            head_s = pipeline.head_s_per_token * (linear_s / self.linear_s_per_token)
-            pipeline = dataclasses.replace(pipeline, head_s_per_token=head_s)
-        return dataclasses.replace(self, **measured, pipeline=pipeline)  # type: ignore[arg-type]
+        """The same model with measured coefficients in place of those named. The head and expanded latents keep their
+        share of linear layers."""
+        linear_s = measured.get("linear_s_per_token")
+        if linear_s is None or self.linear_s_per_token <= 0:
+            return dataclasses.replace(self, **measured)  # type: ignore[arg-type]
+        pipeline, scale = self.pipeline, linear_s / self.linear_s_per_token
+        if pipeline:
+            pipeline = dataclasses.replace(pipeline, head_s_per_token=pipeline.head_s_per_token * scale)
+        others: dict[str, Any] = {"pipeline": pipeline, "expansion_s_per_token": self.expansion_s_per_token * scale}
+        return dataclasses.replace(self, **(others | measured))
 
     def forward_only(self) -> "CostModel":
         """The cost model of passes that are not followed by a backward pass, and recompute and reduce nothing.
@@ -288,12 +317,18 @@ class CostModel:
             ulysses_intra_s_per_token=passes * self.ulysses_intra_s_per_token,
             ulysses_inter_s_per_token=passes * self.ulysses_inter_s_per_token,
             ulysses_s=passes * self.ulysses_s,
+            expansion_s_per_token=self.expansion_s_per_token / (1 + EXPANSION_BACKWARD),
             shard_s=GATHERED_FORWARD * self.shard_s,
             reduce_s=0.0,
             reduce_exposed_s=0.0,
         )
         encoder = None if self.encoder is None else self.encoder.forward_only()
-        return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder)
+        scan = None if self.scan is None else self.scan.forward_only()
+        return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder, scan=scan)
+
+    def without_states(self) -> "CostModel":
+        """The cost model of groups whose recurrent layers move nothing, for lower bounds, and exchanges of heads."""
+        return self if self.scan is None else dataclasses.replace(self, scan=None)
 
     def compute_s(self, pairs: Amount, num_tokens: Amount) -> Amount:
         """Seconds of attention and linear layers on one rank without the fixed cost (Eq. 8): a lower bound on the sum
@@ -347,7 +382,7 @@ class CostModel:
         """Seconds in which ranks exchange their tokens for heads and back, forward and backward, `num_tokens` together;
         infinite where they cannot share out the heads."""
         tokens = np.asarray(num_tokens, np.float64)
-        passes = self.terms(degree, primitive=Primitive.ULYSSES, crosses=crosses)
+        passes = self.without_states().terms(degree, primitive=Primitive.ULYSSES, crosses=crosses)
         return np.asarray(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes), np.float64)
 
     def terms(

@@ -124,7 +124,8 @@ class Refit:
         moment = FORGETTING * np.array(self.moment)
         columns = _Columns(observations)
         expected_s = columns.rows(self.profiled, unit=self.profiled).sum(axis=1)
-        targets = np.array([each.seconds for each in observations]) / expected_s
+        targets = np.array([each.seconds for each in observations]) - columns.states_s(self.profiled)
+        targets = np.maximum(targets, 0.0) / expected_s
         cost, usual = self.cost, self.usual_error
         weights = np.ones(len(observations))
         rows = np.zeros((len(observations), len(COEFFICIENTS)))
@@ -176,6 +177,13 @@ class _Columns:
                 slope_s = np.maximum(self._seconds(_nudged(cost, name)) - at_cost_s, 0.0) / (NUDGE * multiple)
                 rows[:, column] = np.bincount(self._owners, slope_s, minlength=self._num_observations)
         return rows
+
+    def states_s(self, cost: CostModel) -> Floats:
+        """Seconds that states of recurrent layers take, which no coefficient explains, by observation."""
+        if cost.scan is None:
+            return np.zeros(self._num_observations)
+        more_s = self._seconds(cost) - self._seconds(cost.without_states())
+        return np.bincount(self._owners, more_s, minlength=self._num_observations).astype(np.float64)
 
     def _seconds(self, cost: CostModel) -> Floats:
         seconds = np.zeros(len(self._pairs))

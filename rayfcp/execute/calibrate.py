@@ -171,11 +171,12 @@ class _PartTimer:
         return work
 
     def linear(self, num_tokens: int) -> Callable[[], object]:
-        """Forward and backward of the matrix products of one layer."""
+        """Forward and backward of the matrix products of one layer, with the widest MLP where layers differ."""
         shape = self._model
         heads_size, kv_size = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
         sizes = [(shape.hidden_size, heads_size + kv_size), (heads_size, shape.hidden_size)]
-        sizes += [(shape.hidden_size, 2 * shape.active_ffn_size), (shape.active_ffn_size, shape.hidden_size)]
+        width = max(each.active_ffn_size for each in shape.every_layer)
+        sizes += [(shape.hidden_size, 2 * width), (width, shape.hidden_size)]
         weights = [self._random(out, into).requires_grad_() for into, out in sizes]
         inputs = [self._random(num_tokens, into).requires_grad_() for into, _ in sizes]
 

@@ -22,6 +22,7 @@ from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import (
     MARK,
     REWARD_HEAD,
+    kept_buffers,
     keywords_of,
     library_name,
     lora_module,
@@ -31,7 +32,8 @@ from rayfcp.models.library import (
 )
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.models.pretrained import fill_pretrained, read
-from rayfcp.models.stages import Stage, stages_of
+from rayfcp.models.recurrence_hook import hook_recurrence
+from rayfcp.models.stages import SkippedModule, Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -45,7 +47,7 @@ class Initializer:
 
     Created from a model on the meta device before it is sharded. A value depends on (seed, module name) alone; at most
     one module's weights are whole at a time. The distribution is that of the innermost library model around the module,
-    and of adapters that of PEFT (`lora.draw`).
+    which may initialise it by one that holds it, and of adapters that of PEFT (`lora.draw`).
 
     `draw_on`: the device that draws. Others than the CPU are faster, but their numbers depend on the kind of device.
     """
@@ -56,7 +58,7 @@ class Initializer:
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         self._templates = {name: _alone(module) for name, module in holders.items()}
         self._families = {name: _innermost(name, families) for name in holders}
-        self._mixed = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
+        self._whole = _initialized(model)
         # A tied matrix is drawn once, under its first name, which it has on every stage that holds it.
         self._drawn = {name for name, _ in model.named_parameters()}
 
@@ -65,7 +67,7 @@ class Initializer:
         """Overwrite the parameters `names` (None: all) and all buffers of `model`, which may be sharded by now.
 
         Raises:
-            ValueError: A module has both weights and submodules, and its family does not initialise some of these.
+            ValueError: A module of the family's own has weights which it does not initialise.
         """
         drawn = self._drawn if names is None else self._drawn.intersection(names)
         for name, template in self._templates.items():
@@ -85,7 +87,9 @@ class Initializer:
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device=self._draw_on).float()
-        own: list[Tensor] = list(fresh.parameters()) if name in self._mixed else []
+        is_torch = type(fresh).__module__.startswith("torch.nn.")
+        own: list[Tensor] = [] if is_torch or MARK in name else [*fresh.parameters(), *fresh.buffers()]
+        own = [tensor for tensor in own if tensor.is_floating_point()]
         for tensor in own:
             tensor.detach().fill_(torch.nan)
         for tensor in (*fresh.parameters(), *fresh.buffers()):
@@ -97,11 +101,38 @@ class Initializer:
                 lora_module().draw(name, fresh)
             else:
                 self._families[name]._init_weights(fresh)
+                self._draw_by_ancestors(name, fresh)
         if any(bool(tensor.isnan().any()) for tensor in own):
-            raise ValueError(
-                f"{type(template).__name__} holds weights besides its submodules, which its family does not initialise"
-            )
+            raise ValueError(f"{type(template).__name__} holds weights which its family does not initialise")
         return fresh
+
+    def _draw_by_ancestors(self, name: str, fresh: nn.Module) -> None:
+        """Let the family initialise in `fresh` what it initialises by modules around it, such as the gates of some
+        experts: in a copy of the model whose other weights it takes for initialised."""
+        path, _, child = name.rpartition(".")
+        holder = self._whole.get_submodule(path)
+        replaced = getattr(holder, child)
+        fresh._modules.update(replaced._modules)
+        setattr(holder, child, fresh)
+        names = path.split(".")
+        for end in range(len(names), 0, -1):
+            ancestor = self._whole.get_submodule(".".join(names[:end]))
+            if not isinstance(ancestor, nn.ModuleList):
+                self._families[name]._init_weights(ancestor)
+        setattr(holder, child, replaced)
+        fresh._modules.clear()
+
+
+def _initialized(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, without layers of other stages, whose weights the library takes for initialised."""
+    copied = copy.deepcopy(model)
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    for module in copied.modules():
+        if isinstance(module, nn.ModuleList):
+            for name in [name for name, each in module._modules.items() if isinstance(each, SkippedModule)]:
+                del module._modules[name]
+    return copied
 
 
 def _alone(module: nn.Module) -> nn.Module:
@@ -173,6 +204,18 @@ def random_model(
     return model
 
 
+@torch.no_grad()
+def first_buffers(config: PreTrainedConfig, *, dtype: str, path: str | None) -> dict[str, Tensor]:
+    """The `kept_buffers` of a run's model by the library's names, on the CPU: those of `path` if that is given."""
+    model = empty_model(config, dtype=dtype)
+    initializer = Initializer(model, seed=0)
+    for module in model.modules():
+        held = {name: each for name, each in module._buffers.items() if each is not None}
+        module._buffers.update({name: torch.empty_like(each, device="cpu") for name, each in held.items()})
+    _fill_first(model, initializer, config=config, path=path, only_frozen=True)
+    return kept_buffers(model.model)
+
+
 def _fill_first(
     model: CausalLM, initializer: Initializer, *, config: PreTrainedConfig, path: str | None, only_frozen: bool = False
 ) -> None:
@@ -237,12 +280,13 @@ def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
     """
     parts: list[nn.Module] = []
     num_whole = 0
+    hook_recurrence(model.model, compiled=True)
     for layer in model.layers:
-        if all(_has_static_shapes(each) for each in layer.children() if not _attends(each)):
+        if all(_has_static_shapes(each) for each in layer.children() if not _mixes_tokens(each)):
             compile_around_attention(layer, backend=backend)
             num_whole += 1
         else:
-            parts += [each for each in layer.children() if _has_static_shapes(each) and not _attends(each)]
+            parts += [each for each in layer.children() if _has_static_shapes(each) and not _mixes_tokens(each)]
     final = getattr(model.decoder, "norm", None)
     if model.stage.is_last and isinstance(final, nn.Module):
         parts.append(final)
@@ -251,8 +295,9 @@ def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
     return num_whole + len(parts)
 
 
-def _attends(part: nn.Module) -> bool:
-    return any("attention" in type(each).__name__.lower() for each in part.modules())
+def _mixes_tokens(part: nn.Module) -> bool:
+    """True for attention, and for recurrence, which begins with a convolution."""
+    return any("attention" in type(each).__name__.lower() or type(each) is nn.Conv1d for each in part.modules())
 
 
 def _has_static_shapes(part: nn.Module) -> bool:

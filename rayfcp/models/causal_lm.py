@@ -22,6 +22,7 @@ from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
 from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import text_of
+from rayfcp.models.recurrence_hook import hook_recurrence
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, head_of, is_tied
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class CausalLM(StageModule):
         numbers = range(self.stage.start, self.stage.stop)
         kinds = kinds_of_layers(text_of(model.config))
         follow_context(dict(zip(numbers, self.layers, strict=True)), kinds=kinds)
+        hook_recurrence(model)
         embedding = model.get_input_embeddings()
         if self.stage.is_first and not embedding.weight.requires_grad:
             # Exchanges of the first layer's attention belong to each backward pass, whatever that layer trains.

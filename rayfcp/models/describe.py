@@ -4,25 +4,22 @@ import math
 import re
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
 from rayfcp.data.hub import locate
-from rayfcp.models.layers import check_experts, check_layer_types, expert_matrices, kinds_of_layers, num_experts
+from rayfcp.models.layers import check_experts, check_layer_types
 from rayfcp.models.library import (
     has_reward_head,
     is_saved_classifier,
     lora_module,
-    make_language_model,
     text_of,
     vision_family,
-    with_layers,
 )
 from rayfcp.models.rope import has_rope, original_positions, set_rope
+from rayfcp.models.shapes import decoder_modules, layer_profiles
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -173,8 +170,8 @@ def check_runs(found: PreTrainedConfig) -> None:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
-    (parameters,) = _layer_parameters(found, num_layers=1)
-    sink = next((name for name in parameters if _SINK.search(name)), None)
+    (layer,) = decoder_modules(found, num_layers=1)
+    sink = next((name for name, _ in layer.named_parameters() if _SINK.search(name)), None)
     if sink is not None:
         raise ConfigError(
             f"model: {found.model_type} has attention sinks ({sink}), which kernels over several ranks "
@@ -264,39 +261,16 @@ def profile_of(
     """The model's shape for the cost model: that of the language model, and the vision encoder's
     (`freeze_vision`: not trained), with the adapters of `lora`.
 
-    The cost model knows gated MLPs, of 3 matrices `[ffn_size, hidden_size]`. For what a family has instead, `ffn_size`
-    is chosen so that these count as many parameters: two thirds of the width of an MLP of 2. With experts it is the
-    width of one, and `shared_ffn_size` counts what all tokens pass in the same way.
-
     Raises:
-        ConfigError: The library cannot create its layers, those with experts are not equal, or adapters do not fit.
+        ConfigError: The library cannot create its layers, they do not say their shapes (`layer_profiles`), or adapters
+            do not fit.
     """
     around = _around(config, freeze_vision=freeze_vision, lora=lora)
     config = text_of(config)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = config.hidden_size * head_dim * 2 * (heads + kv_heads)
-    experts = num_experts(config)
-    layers = _layer_parameters(config, num_layers=config.num_hidden_layers if experts else 1)
-    of_expert = expert_matrices(config, layers) if experts else 0
-    matrices = sum(parameter.numel() for parameter in layers[0].values() if parameter.ndim > 1)
-    matrices -= experts * (of_expert + config.hidden_size)  # the router has a row for each expert
-    plain_size = round((matrices - attention) / (3 * config.hidden_size))
-    return ModelProfile(
+    return ModelProfile.of_layers(
+        layer_profiles(config),
         name=name,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=round(of_expert / (3 * config.hidden_size)) if experts else plain_size,
         vocab_size=config.vocab_size,
-        kind_of_layer=kinds_of_layers(config),
-        head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layers[0]),
-        num_experts=experts or 1,
-        experts_per_token=config.num_experts_per_tok if experts else 1,
-        shared_ffn_size=plain_size if experts else 0,
         keeps_attention=keeps_attention,
         **around,
     )
@@ -306,27 +280,8 @@ def _around(config: PreTrainedConfig, *, freeze_vision: bool, lora: LoraConfig |
     """Fields of a profile that the language model's configuration does not tell."""
     has_adapters, family = lora is not None and lora.rank is not None, vision_family(config)
     return {
-        "tied_embeddings": bool(config.tie_word_embeddings) and not has_reward_head(config),
+        "tied_embeddings": bool(getattr(config, "tie_word_embeddings", False)) and not has_reward_head(config),
         "num_outputs": 1 if has_reward_head(config) else None,
         "vision": None if family is None else family.profile(config, frozen=freeze_vision or has_adapters),
         "adapter": lora_module().adapter_profile(config, lora) if has_adapters else None,
     }
-
-
-def _layer_parameters(config: PreTrainedConfig, *, num_layers: int) -> list[dict[str, nn.Parameter]]:
-    """Parameters by name of the first layers of the library's model.
-
-    Raises:
-        ConfigError: The library cannot create a layer.
-    """
-    try:
-        with torch.device("meta"):
-            layers = make_language_model(with_layers(config, num_layers)).get_decoder().layers
-        if len(layers) != num_layers:
-            raise ValueError(f"num_hidden_layers={num_layers} makes {len(layers)}")
-        return [dict(layer.named_parameters()) for layer in layers]
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"model: {config.model_type} layers cannot be made ({type(error).__name__}: {first}); choose another model"
-        ) from error

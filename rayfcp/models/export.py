@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data.hub import locate
-from rayfcp.models.build import DTYPES, random_model
+from rayfcp.models.build import DTYPES, first_buffers, random_model
 from rayfcp.models.describe import configured_model
 from rayfcp.models.library import has_reward_head, lora_module
 from rayfcp.models.pretrained import aliases_of, library_on_meta
@@ -61,7 +61,7 @@ def export_checkpoint(
     if has_reward_head(library.config):
         _set_padding(library.config, tokenizer)
     if not has_adapters or merge:
-        held = _whole_state(config, library.config, Path(checkpoint)) if merge or config.model.freeze_vision else None
+        held = _held(config, library.config, Path(checkpoint), whole=merge or config.model.freeze_vision)
         _write_weights(_as_in_files(library, Path(checkpoint), dtype=DTYPES[config.model.dtype], held=held), target)
         library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
         library.config.save_pretrained(target)
@@ -109,6 +109,15 @@ def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path
     _load({_PREFIX + name: each for name, each in tensors.items()}, checkpoint)
     base = config.model.path if config.model.init == "pretrained" else None
     lora_module().save(library, tensors, settings=settings, folder=folder, base=base)
+
+
+def _held(config: Config, library: PreTrainedConfig, checkpoint: Path, *, whole: bool) -> dict[str, Tensor]:
+    """What is not taken from the checkpoint as it is there: with `whole` everything, otherwise buffers, which none
+    has."""
+    if whole:
+        return _whole_state(config, library, checkpoint)
+    run = config.model
+    return first_buffers(library, dtype=run.dtype, path=run.path if run.init == "pretrained" else None)
 
 
 def _whole_state(config: Config, library: PreTrainedConfig, checkpoint: Path) -> dict[str, Tensor]:
@@ -168,10 +177,10 @@ def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def _as_in_files(
-    library: Any, checkpoint: Path, *, dtype: torch.dtype, held: dict[str, Tensor] | None
+    library: Any, checkpoint: Path, *, dtype: torch.dtype, held: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors by name and layout in files, layer by layer: the reverse of the conversions of loading, none of which
-    joins tensors of several layers. A tied matrix occurs once. `held`: all weights, instead of the checkpoint's."""
+    joins tensors of several layers. A tied matrix occurs once. `held`: weights instead of the checkpoint's."""
     known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     aliases, state = aliases_of(library), library.state_dict()
     unique = [name for name in state if name == aliases[name][0]]
@@ -179,7 +188,7 @@ def _as_in_files(
         layer, stored = {}, {}
         for name in names:
             tensor = state[name]
-            if held is not None:
+            if name in held:
                 layer[name] = held[name].to(dtype if tensor.is_floating_point() else tensor.dtype)
                 continue
             layer[name] = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)

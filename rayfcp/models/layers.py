@@ -1,25 +1,26 @@
-"""Kinds of decoder layers that a configuration describes: attention windows, and MLPs of experts."""
+"""Kinds of decoder layers that a configuration describes: attention windows, recurrence, and MLPs of experts."""
 
-from collections.abc import Iterable, Mapping
-
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
+from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of the number of experts, by family."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Keys of the number of experts, and of those that a token passes, by family."""
 
 
 def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
-        ConfigError: A layer's attention is neither full nor over a window of known size.
+        ConfigError: A layer's attention is neither full nor over a window of known size, or the family's recurrence has
+            no kernel.
     """
+    check_recurrence(config)
     types = getattr(config, "layer_types", None) or []
-    unknown = sorted(set(types) - {_FULL, _SLIDING})
+    unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(
             f"model: layers are of types {unknown}, only {_FULL} and {_SLIDING} run; choose another model"
@@ -38,7 +39,8 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """
     window = getattr(config, "sliding_window", None) or 0
     types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    kinds = tuple(LayerKind(window=window) if each == _SLIDING else FULL for each in types[: config.num_hidden_layers])
+    attends = {_FULL: FULL, _SLIDING: LayerKind(window=window)}
+    kinds = tuple(mixing_of(config, each) or attends.get(each, FULL) for each in types[: config.num_hidden_layers])
     return kinds if set(kinds) != {FULL} else ()
 
 
@@ -63,27 +65,18 @@ def check_experts(config: PreTrainedConfig) -> None:
             f"model: {config.model_type} asks for an auxiliary loss of its router (output_router_logits=True), which "
             "is not computed; set output_router_logits to false in its config.json"
         )
-    if num_experts(config) and not getattr(config, "num_experts_per_tok", None):
-        raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
+    experts_per_token(config)
 
 
-def expert_matrices(config: PreTrainedConfig, layers: Iterable[Mapping[str, Tensor]]) -> int:
-    """Elements of the matrices of one expert of `layers`, each the parameters of one by name.
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Experts that a token passes, 1 if the model has none.
 
     Raises:
-        ConfigError: Layers differ, or experts are modules of their own and not slices of one parameter.
+        ConfigError: Their number is absent.
     """
-    first, *others = ({name: tuple(each.shape) for name, each in layer.items()} for layer in layers)
-    if any(other != first for other in others):
-        raise ConfigError(
-            f"model: {config.model_type} has layers with experts and layers without, only equal layers run; choose "
-            "another model"
-        )
-    count = num_experts(config)
-    stacked = [shape for shape in first.values() if len(shape) == 3 and shape[0] == count]
-    if not stacked:
-        raise ConfigError(
-            f"model: {config.model_type} has no layers of {count} stacked experts, only such run; choose another, "
-            "such as qwen3_moe"
-        )
-    return sum(rows * columns for _, rows, columns in stacked)
+    if not num_experts(config):
+        return 1
+    found = max(int(getattr(config, name, None) or 0) for name in _EXPERTS_OF_TOKENS)
+    if not found:
+        raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
+    return found

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModel,
@@ -20,6 +21,7 @@ from transformers import (
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.models.layers import layers_of_each_type, num_experts
+from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
     from rayfcp.models.vision import VisionFamily
@@ -73,6 +75,16 @@ def has_reward_head(config: PreTrainedConfig) -> bool:
 def is_saved_classifier(config: PreTrainedConfig) -> bool:
     """True if the configuration was saved with the weights of a `*ForSequenceClassification`."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of the model's state, by name. No training changes them, and copies of the state hold parameters only."""
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def vision_family(config: PreTrainedConfig) -> "type[VisionFamily] | None":
@@ -140,6 +152,9 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if getattr(config, name, None) is not None:
             setattr(tiny, name, FFN_SIZE)
+    if config.model_type in RECURRENT:
+        for name, value in RECURRENT[config.model_type].narrow(tiny).items():
+            setattr(tiny, name, value)
     tiny.vocab_size = VOCAB_SIZE
     if getattr(config, "sliding_window", None):
         tiny.sliding_window = min(tiny.sliding_window, WINDOW)

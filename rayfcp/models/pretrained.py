@@ -25,7 +25,14 @@ from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
-from rayfcp.models.library import REWARD_HEAD, has_reward_head, is_saved_classifier, library_name, make_library_model
+from rayfcp.models.library import (
+    REWARD_HEAD,
+    has_reward_head,
+    is_saved_classifier,
+    kept_buffers,
+    library_name,
+    make_library_model,
+)
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.values.state import Box
 
@@ -230,7 +237,7 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, only_frozen: bool = False) -> None:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
     sharded tensors this device's part; not those of adapters, nor a reward model's head if the files are of a causal
-    LM. No communication. `only_frozen`: parameters that are not trained, and nothing else.
+    LM. No communication. `only_frozen`: of the parameters, only those that are not trained.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
@@ -238,7 +245,7 @@ def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, on
     held = ((name, each) for name, each in model.named_parameters() if not (only_frozen and each.requires_grad))
     packed = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, Nf4Linear)}
     own: dict[str, Tensor | Nf4Linear] = {**dict(held), **packed}
-    own |= {} if only_frozen else dict(model.named_buffers())
+    own |= kept_buffers(model)
     if own:
         _fill(own, library_on_meta(config), WeightFiles(path))
 

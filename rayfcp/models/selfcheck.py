@@ -27,7 +27,15 @@ from rayfcp.execute.parallel.transport import LoneTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.layers import kinds_of_layers
-from rayfcp.models.library import VOCAB_SIZE, has_reward_head, make_library_model, narrowed, text_of, vision_family
+from rayfcp.models.library import (
+    VOCAB_SIZE,
+    has_reward_head,
+    kept_buffers,
+    make_library_model,
+    narrowed,
+    text_of,
+    vision_family,
+)
 from rayfcp.models.stages import stages_of
 from rayfcp.program import Forward, lower
 from rayfcp.values import LayerKinds
@@ -94,10 +102,10 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
     theirs.load_state_dict(ours.model.state_dict())
     family = vision_family(own)
     example = family.example(own, generator) if family else None
-    buffers = _kept_buffers(ours)
+    buffers = {name: each.clone() for name, each in kept_buffers(ours).items()}
     kinds = count_kinds(kinds_of_layers(text_of(own)))
     found = {"packed sequences": _result(_packed([ours], rows, layer_kinds=kinds, example=example), [ours])}
-    for name, value in _kept_buffers(ours).items():
+    for name, value in kept_buffers(ours).items():
         if not torch.equal(value, buffers[name]):
             raise ValueError(f"buffer {name} changes in training, but copies of the state hold parameters only")
     if num_stages > 1:
@@ -111,12 +119,6 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
     pairs = zip(logits, rows, strict=True)
     alone = [F.cross_entropy(each, _words(row, CrossEntropy()), reduction="sum") for each, row in pairs]
     return found, _result(torch.stack(alone).sum(), [theirs])
-
-
-def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that belong to the model's state."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value.clone() for name, value in model.state_dict().items() if name not in parameters}
 
 
 def _cut(config: PreTrainedConfig, whole: CausalLM, *, num_stages: int) -> list[CausalLM]:
@@ -157,6 +159,11 @@ def _packed(
             "some of its layers do not use our attention, or not with their window: "
             f"{context.stats.pairs:.0f} pairs computed, {num_layers} layers have {num_layers * shape.num_pairs:.0f}"
         )
+    kinds = kinds_of_layers(text_of(stages[-1].model.config))
+    recurrent = {number for number, kind in enumerate(kinds) if kind.recurrence}
+    if recurrent != context.stats.recurrent_layers:
+        others = sorted(recurrent ^ context.stats.recurrent_layers)
+        raise ValueError(f"its layers {others} do not use our recurrence, or use it and are not known to")
     return passed
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rayfcp.models.library import REWARD_HEAD, has_reward_head
+from rayfcp.models.library import REWARD_HEAD, has_reward_head, text_of
+from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +66,22 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
 
 
 class SkippedModule(nn.Module):
-    """Replaces a module of another stage: returns its input, or 0 if it gets no activations."""
+    """Replaces a module of another stage: returns its input, or 0 if it gets no activations. `num_outputs`: as a tuple
+    of so many, 0 for none."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, num_outputs: int = 0) -> None:
         super().__init__()
+        self._num_outputs = num_outputs
         # Decoders read attributes of their layers, such as the type of their attention.
         plain = {name: value for name, value in vars(module).items() if isinstance(value, str | int | float)}
         vars(self).update({name: value for name, value in plain.items() if name not in vars(self)})
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         found = (each for each in (*args, *keywords.values()) if isinstance(each, Tensor) and each.is_floating_point())
-        return next(found, 0.0)
+        return self._returned(next(found, 0.0))
+
+    def _returned(self, found: Any) -> Any:
+        return (found, *[None] * (self._num_outputs - 1)) if self._num_outputs else found
 
 
 class StageInput(SkippedModule):
@@ -85,7 +91,7 @@ class StageInput(SkippedModule):
 
     def forward(self, *_args: Any, **_keywords: Any) -> Any:
         hidden, self.hidden = self.hidden, None
-        return hidden
+        return self._returned(hidden)
 
 
 def head_of(library: Any) -> Any:
@@ -113,9 +119,12 @@ def cut(library: Any, stage: Stage) -> None:
     for module in list(_others(library, stage)):
         name = next(name for name, each in library.named_modules() if each is module)
         library.set_submodule(name, SkippedModule(module))
+    family = RECURRENT.get(text_of(library.config).model_type)
+    num_outputs = family.num_outputs if family else 0
     for number, layer in enumerate(layers):
         if not stage.start <= number < stage.stop:
-            layers[number] = StageInput(layer) if number == 0 else SkippedModule(layer)
+            skipped = StageInput if number == 0 else SkippedModule
+            layers[number] = skipped(layer, num_outputs=num_outputs)
 
 
 def _others(library: Any, stage: Stage) -> Iterator[nn.Module]:

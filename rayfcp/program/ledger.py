@@ -31,12 +31,11 @@ from rayfcp.values.arrays import Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The layers of a device's stage. `kinds`: of the layers, in order; unknown ones are taken to keep as much as the
-    kind of layers that keeps most."""
+    """The layers of a device's stage, in order. `kinds`: of the layers; unknown ones are taken to keep as much as the
+    kind of layers that keeps most. `num_kv_heads`: of the layer that has fewest."""
 
-    layers: int
+    layers: tuple[LayerBytes, ...]
     is_last: bool
-    layer: LayerBytes
     num_kv_heads: int
     kinds: tuple[LayerKind, ...] = ()
 
@@ -183,26 +182,30 @@ class _Microbatch:
 
 
 def _microbatch(item: PassUse, stage: Stage) -> _Microbatch:
-    each, again = stage.layer, min(item.recomputed_layers, stage.layers)
+    again = min(item.recomputed_layers, len(stage.layers))
     first = next(iter(item.kinds.values()))
     by_heads, share = first.degree > 1, 1.0
     if by_heads:  # one head at least
         share = max(1.0 / first.degree, 1.0 / stage.num_kv_heads)
     in_attention = max(math.ceil(first.attending * share), first.tokens)
-    whole = each.layer(first.tokens, in_attention)
+    whole = [each.layer(first.tokens, in_attention) for each in stage.layers]
     layers = _layers(item, stage, share=share)
+    both = list(zip(stage.layers, layers, strict=True))
     context: dict[int, int] = {}
-    for layer in layers:
+    for each, layer in both:
         for microbatch, num_tokens in layer.context.items():
             context[microbatch] = context.get(microbatch, 0) + each.kv_gradients * num_tokens
-    working = each.computing(first.tokens, max(in_attention, *(layer.travelling for layer in layers)))
+    travelling = max(in_attention, *(layer.travelling for layer in layers))
+    working = max(each.computing(first.tokens, travelling) for each in stage.layers)
     if by_heads:
-        working += max((each.kv_gradients * num for layer in layers for num in layer.context.values()), default=0)
-    freed = sum(each.freed(first.tokens, in_attention, later=layer.kept, by_heads=by_heads) for layer in layers[:again])
+        working += max((each.kv_gradients * num for each, layer in both for num in layer.context.values()), default=0)
+    freed = sum(
+        each.freed(first.tokens, in_attention, later=layer.kept, by_heads=by_heads) for each, layer in both[:again]
+    )
     return _Microbatch(
-        kept=stage.layers * whole - freed + (each.head * first.tokens if stage.is_last else 0),
+        kept=sum(whole) - freed + (stage.layers[0].head * first.tokens if stage.is_last else 0),
         working=working,
-        again=whole if again == stage.layers else 0,
+        again=max(whole) if again == len(stage.layers) else 0,
         context=context,
     )
 
@@ -217,17 +220,20 @@ class _Layer:
     travelling: int
 
 
+_NOTHING = _Layer(kept=0, context={}, travelling=0)
+
+
 def _layers(item: PassUse, stage: Stage, *, share: float) -> Sequence[_Layer]:
     found = {kind: _layer(each, share=share) for kind, each in item.kinds.items()}
     if stage.kinds:
-        return [found[kind] for kind in stage.kinds]
+        return [found.get(kind, _NOTHING) for kind in stage.kinds]
     microbatches = {microbatch for layer in found.values() for microbatch in layer.context}
     most = _Layer(
         kept=max(layer.kept for layer in found.values()),
         context={each: max(layer.context.get(each, 0) for layer in found.values()) for each in microbatches},
         travelling=max(layer.travelling for layer in found.values()),
     )
-    return [most] * stage.layers
+    return [most] * len(stage.layers)
 
 
 def _layer(use: AttentionUse, *, share: float) -> _Layer:

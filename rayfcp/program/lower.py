@@ -84,8 +84,8 @@ def lower(
     softmax = [_softmax(kinds) for kinds in of_stage]
     attention = _attention(plan, placements, sequences=sequences, kinds=set(chain.from_iterable(softmax)))
     pieces = [Pieces.of(each, num_ranks=plan.num_ranks) for each in placements]
-    recurrent = sorted({kind for kinds in of_stage for kind in kinds if isinstance(kind, RecurrentKind)})
-    scans = scan_tables(pieces, recurrent)
+    recurrent = [{kind.recurrence for kind in kinds if kind.recurrence} for kinds in of_stage]
+    scans = scan_tables(pieces, sorted(set().union(*recurrent)))
     encodes = lower_encoding(plan, placements, sequences=sequences)
     readers = _last_readers(placements) if forward_only else None
     outlines = [
@@ -93,12 +93,12 @@ def lower(
             plan,
             stage,
             {kind: attention[kind] for kind in softmax[stage]},
-            scans={kind: tables for kind, tables in scans.items() if kind in kinds},
+            scans={kind: tables for kind, tables in scans.items() if kind in own},
             encodes=encodes,
             reduce_every=reduce_every,
             readers=readers,
         )
-        for stage, kinds in enumerate(of_stage)
+        for stage, own in enumerate(recurrent)
     ]
     return Programs(
         plan_hash=plan.plan_hash,

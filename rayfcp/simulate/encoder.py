@@ -111,7 +111,6 @@ class _EncoderWriter(_Encoder):
             (self._position, "encoder"),
             numbers=[0] * self.vision.num_layers,
             first=first,
-            last=True,
             layer=layer,
             records=False,
             parameters=self.vision.layer_parameters,

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayfcp.cost.analytic import REDUCED_BYTES
 from rayfcp.cost.stages import check_layers, outer_parameters, split_layers
-from rayfcp.values import FULL, HardwareProfile, LayerKind, ModelProfile
+from rayfcp.values import HardwareProfile, LayerKind, LayerProfile, ModelProfile
 from rayfcp.values.arrays import Bools, Floats, Ints
 
 
@@ -45,30 +45,36 @@ class Machine:
         """The layers and parameters of a stage."""
         return StageModel(
             model=self.model,
-            num_layers=self.layers_of_stage[stage],
+            layers=self.model.layers_of(self.layers_of_stage)[stage],
             root_parameters=outer_parameters(self.model, num_stages=self.num_stages)[stage],
             last=stage == self.num_stages - 1,
             kinds=self.kinds[sum(self.layers_of_stage[:stage]) :][: self.layers_of_stage[stage]],
         )
 
     @cached_property
+    def shapes(self) -> tuple[LayerProfile, ...]:
+        """The distinct shapes of the model's layers, by kind, ascending."""
+        return tuple(sorted(dict.fromkeys(self.model.every_layer), key=lambda each: each.kind))
+
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The model's kinds of layers, ascending."""
-        return tuple(kind for kind, _ in self.model.layer_kinds) or (FULL,)
+        """The kind of each of `shapes`."""
+        return tuple(each.kind for each in self.shapes)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The number of the kind of each layer of the model."""
-        return tuple(map(self.layer_kinds.index, self.model.kind_of_layer or (FULL,) * self.model.num_layers))
+        """The number of the shape of each layer of the model."""
+        number = {each: at for at, each in enumerate(self.shapes)}
+        return tuple(number[each] for each in self.model.every_layer)
 
     def number(self, microbatch: int, *, backward: bool) -> int:
-        """The number of a pass through the layers of the first kind; those of other kinds follow. Microbatch by
+        """The number of a pass through the layers of the first shape; those of other shapes follow. Microbatch by
         microbatch, forward, then backward."""
-        return (2 * microbatch + backward) * len(self.layer_kinds)
+        return (2 * microbatch + backward) * len(self.shapes)
 
     def features_number(self, microbatch: int, *, num_microbatches: int, backward: bool) -> int:
         """The number of an exchange of features, or of their gradients, behind the passes of all microbatches."""
-        return 2 * num_microbatches * len(self.layer_kinds) + 2 * microbatch + backward
+        return 2 * num_microbatches * len(self.shapes) + 2 * microbatch + backward
 
     @property
     def features_bytes_per_token(self) -> int:
@@ -81,51 +87,69 @@ class Machine:
         """Seconds of each device over those of a device of speed 1."""
         return np.tile(1.0 / np.array(self.speed_of_rank, np.float64), self.num_stages)
 
-    @cached_property
-    def attention_s_per_pair(self) -> float:
-        flops = self.model.attention_flops_per_pair / self.model.num_layers
-        return flops / (self.peak_flops * self.hardware.attention_efficiency)
+    def attention_s_per_pair(self, shape: LayerProfile) -> float:
+        return shape.pair_flops / (self.peak_flops * self.hardware.attention_efficiency)
 
-    @cached_property
-    def linear_s_per_token(self) -> float:
-        return 2.0 * self.model.layer_matmul_parameters / (self.peak_flops * self.hardware.linear_efficiency)
+    def expansion_s_per_token(self, shape: LayerProfile) -> float:
+        """Seconds of expanding what came of a token as a latent to keys and values of all heads."""
+        return shape.expansion_flops / self._linear_flops
+
+    def linear_s_per_token(self, shape: LayerProfile) -> float:
+        """Seconds of a token in matrices; those of recurrences are in the rounds of these (`rayfcp.simulate.scans`)."""
+        return self._matmul_flops(shape) / self._linear_flops
+
+    def _matmul_flops(self, shape: LayerProfile) -> int:
+        return self.model.linear_flops_of([shape]) - shape.token_flops
+
+    def linear_seconds(self, flops: Floats | float) -> Floats | float:
+        """Seconds of so many FLOPs outside attention."""
+        return flops / self._linear_flops
+
+    def linear_backward_s(self, shape: LayerProfile) -> float:
+        """Seconds of a token's linear work in backward, in which its own latent is expanded again."""
+        return self.model.linear_backward * self.linear_s_per_token(shape) + self.expansion_s_per_token(shape)
+
+    @property
+    def _linear_flops(self) -> float:
+        """FLOP/s of linear layers."""
+        return self.peak_flops * self.hardware.linear_efficiency
 
     @cached_property
     def head_s_per_token(self) -> float:
         """Seconds of the output head, once a pass."""
         return 2.0 * self.model.head_parameters / (self.peak_flops * self.hardware.linear_efficiency)
 
-    @cached_property
-    def before_share(self) -> float:
-        """Share of a layer's linear work that comes before attention: queries, keys and values."""
-        heads = self.model.num_heads + 2 * self.model.num_kv_heads
-        return self.model.hidden_size * self.model.head_dim * heads / self.model.layer_matmul_parameters
+    def before_share(self, shape: LayerProfile) -> float:
+        """Share of a layer's linear work that comes before tokens mix: queries, keys and values."""
+        return 2 * shape.before_parameters / (self._matmul_flops(shape) or 1)
 
-    @cached_property
-    def kv_bytes_per_token(self) -> int:
-        return self.model.kv_bytes_per_token(self.bytes_per_element)
+    def kv_bytes_per_token(self, shape: LayerProfile) -> int:
+        """Keys and values, or what travels in place of them."""
+        return shape.moved_elements * self.bytes_per_element
 
-    @cached_property
-    def gradient_bytes_per_token(self) -> int:
-        """Partial dK and dV, in fp32 at least."""
-        return self.model.kv_bytes_per_token(self.reduced_bytes)
+    def gradient_bytes_per_token(self, shape: LayerProfile) -> int:
+        """Their partial gradients, in fp32 at least."""
+        return shape.moved_elements * self.reduced_bytes
 
     @cached_property
     def reduced_bytes(self) -> int:
         """Bytes of an element whose parts are summed over ranks."""
         return max(self.bytes_per_element, REDUCED_BYTES)
 
-    def kv_share(self, degree: int) -> float:
+    def kv_share(self, degree: int, *, shape: LayerProfile) -> float:
         """Share of the key and value heads that each of `degree` ranks of a Ulysses group has: one head at least."""
-        return max(1.0 / degree, 1.0 / self.model.num_kv_heads)
+        heads = shape.attention.num_kv_heads if shape.attention else 1
+        return max(1.0 / degree, 1.0 / heads)
 
-    def exchanged_bytes_per_token(self, degree: int, *, gathered: bool) -> float:
+    def exchanged_bytes_per_token(self, degree: int, *, shape: LayerProfile, gathered: bool) -> float:
         """Bytes that one rank of a Ulysses group gets of a token of another: 1 / degree of the query heads, and of the
-        key and value heads, replicated beyond their count, in the exchange that brings these (`gathered`)."""
-        heads = self.model.num_heads / degree
-        if gathered:
-            heads += 2 * self.model.num_kv_heads * self.kv_share(degree)
-        return heads * self.model.head_dim * self.bytes_per_element
+        key and value heads, replicated beyond their count, in the exchange that brings these (`gathered`), and else of
+        the outputs."""
+        queries, outputs = shape.attention.exchanged_elements if shape.attention else (0, 0)
+        if not gathered:
+            return outputs / degree * self.bytes_per_element
+        elements = queries / degree + shape.moved_elements * self.kv_share(degree, shape=shape)
+        return elements * self.bytes_per_element
 
     @cached_property
     def hidden_bytes_per_token(self) -> int:
@@ -175,23 +199,35 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel:
-    """Layers of a stage, each of a kind, and embedding or (`last`) output head, gathered and reduced together."""
+    """Layers of a stage, each of a shape (`Machine.kinds`), and embedding or (`last`) output head, gathered and reduced
+    together."""
 
     model: ModelProfile
-    num_layers: int
+    layers: tuple[LayerProfile, ...]
     root_parameters: int
     last: bool
     kinds: tuple[int, ...]
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def share(self) -> float:
+        """Share of the linear work of all layers."""
+        flops = self.model.linear_flops_of
+        return flops(self.layers) / flops(self.model.every_layer)
+
+    @property
     def linear_flops_per_token(self) -> float:
         """Forward, outside attention."""
         head = self.model.head_parameters if self.last else 0
-        return 2.0 * (self.num_layers * self.model.layer_matmul_parameters + head)
+        return float(self.model.linear_flops_of(self.layers) + 2 * head)
 
     def attention_flops(self, pairs: Floats) -> Floats:
-        """Forward, of each device, where a layer of kind k computes `pairs[k, device]`."""
-        flops: Floats = 4.0 * self.model.num_heads * self.model.head_dim * pairs[list(self.kinds)].sum(axis=0)
+        """Forward, of each device, where a layer of shape k computes `pairs[k, device]`."""
+        per_pair = np.array([float(each.pair_flops) for each in self.layers])
+        flops: Floats = (per_pair[:, None] * pairs[list(self.kinds)]).sum(axis=0)
         return flops
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rayfcp.cost.memory import (
+    LayersBytes,
     ending_bytes,
     forward_state_bytes,
     forward_token_bytes,
-    layer_bytes,
     patch_bytes,
     stage_state_bytes,
 )
@@ -83,7 +83,6 @@ def _forward_over_time(
     per_token = forward_token_bytes(model, bytes_per_element=size)
     found: list[tuple[Sample, ...]] = []
     for outline in programs.outlines:
-        layers = machine.layers_of_stage[outline.stage]
         base_bytes = forward_state_bytes(
             model,
             layers_of_stage=machine.layers_of_stage,
@@ -92,7 +91,7 @@ def _forward_over_time(
             bytes_per_element=size,
             gather_every=gather_every,
         )
-        kept_bytes = layers * layer_bytes(model, bytes_per_element=size).kv
+        kept_bytes = sum(each.moved_elements for each in machine.part(outline.stage).layers) * size
         for rank in range(machine.num_ranks):
             device = outline.stage * machine.num_ranks + rank
             instants, times = outcome.plot(device).instants, outcome.times(device)
@@ -124,9 +123,12 @@ class _Stage:
         self._programs, self._machine, self._base_bytes = programs, machine, base_bytes
         self._instructions = programs.outlines[stage].instructions
         self._part = Stage(
-            layers=machine.layers_of_stage[stage],
+            layers=LayersBytes.of(
+                machine.model,
+                layers_of_stage=machine.layers_of_stage,
+                bytes_per_element=machine.bytes_per_element,
+            ).of_stage(stage),
             is_last=stage + 1 == machine.num_stages,
-            layer=layer_bytes(machine.model, bytes_per_element=machine.bytes_per_element),
             num_kv_heads=machine.model.num_kv_heads,
             kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(stage).kinds),
         )

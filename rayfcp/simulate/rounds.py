@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import ATTENTION_BACKWARD
+from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
 from rayfcp.program import Encode, Payload, Programs, Send
 from rayfcp.program.heads import TO_HEADS
 from rayfcp.program.instructions import WHOLE, Column, of_kind
@@ -15,7 +15,9 @@ from rayfcp.program.table import AttentionTable
 from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
+from rayfcp.simulate.scans import ScanRound, ScanWork, kind_of, recurrences, rounds_of
 from rayfcp.simulate.script import HopKey
+from rayfcp.values import LayerProfile
 from rayfcp.values.arrays import Floats, Ints, expanded
 
 
@@ -23,7 +25,8 @@ from rayfcp.values.arrays import Floats, Ints, expanded
 class AttentionTraffic:
     """All passes (`Machine.number`), those of kinds that a stage lacks as well; behind them, where images are
     encoded, the exchanges of features (`Machine.features_number`). `message_bytes` and `message_pass` by message.
-    `pairs[pass, device]`, in pairs of all heads, and `attend_s[pass, device]` of one layer, without exchanges."""
+    `pairs[pass, device]`, in pairs of all heads, and `attend_s[pass, device]` of one layer, without exchanges, with its
+    recurrences."""
 
     rounds: Rounds
     messages: Messages
@@ -39,17 +42,26 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
     Raises:
         ValueError: the programs lack a kind of the model's layers.
     """
-    if not set(machine.layer_kinds) <= programs.attention.keys():
+    attending = {shape.kind for shape in machine.shapes if shape.attention}
+    recurrent = {kind_of(mixer) for shape in machine.shapes for mixer in recurrences(shape)}
+    if not attending | recurrent <= programs.attention.keys() | programs.scans.keys():
         raise ValueError(
             f"programs are of layers with {list(map(str, programs.layer_kinds))}, the model has "
-            f"{list(map(str, machine.layer_kinds))}; give sequences the model's layer_kinds and lower again"
+            f"{list(map(str, sorted(attending | recurrent)))}; give sequences the model's layer_kinds and lower again"
         )
     builder = _Builder(machine=machine)
     for microbatch in range(programs.num_microbatches):
-        of_kinds = [_Work.of(programs.attention[kind][microbatch]) for kind in machine.layer_kinds]
+        of_kinds = {kind: _Work.of(programs.attention[kind][microbatch]) for kind in attending}
+        scans = {kind: ScanWork.of(tables[microbatch]) for kind, tables in programs.scans.items()}
         for backward in (False, True):
-            for work in of_kinds:
-                builder.add_pass(work, backward=backward)
+            for shape in machine.shapes:
+                mixers = [(scans[kind_of(mixer)], mixer) for mixer in recurrences(shape)]
+                steps = [
+                    each
+                    for work, mixer in mixers
+                    for each in rounds_of(work, mixer, machine=machine, backward=backward)
+                ]
+                builder.add_pass(of_kinds.get(shape.kind), shape=shape, scans=steps, backward=backward)
     if any(programs.encodes):
         for encodes in programs.encodes:
             for backward in (False, True):
@@ -59,14 +71,15 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
 
 class _Work(NamedTuple):
     """A table, its unit and position by rank, and the work of its rounds, `[unit, round]`: (query, key) pairs of the
-    unit's heads, and the tokens that the kernel's half length is counted with: n / 2 for a causal square of n tokens,
-    the longer side otherwise."""
+    unit's heads, the tokens that the kernel's half length is counted with: n / 2 for a causal square of n tokens,
+    the longer side otherwise, and tokens whose keys and values came, or are of earlier slices, and are used first."""
 
     table: AttentionTable
     unit: Ints
     position: Ints
     pairs: Floats
     sides: Floats
+    brought: Floats
 
     @classmethod
     def of(cls, table: AttentionTable) -> "_Work":
@@ -83,7 +96,11 @@ class _Work(NamedTuple):
                 row = rows[found.slot]
                 _add_work(work, table.unit_of_slot[row] * num_rounds + slots.arrived[row] + 1, found.columns)
         pairs, sides = work.reshape(2, num_units, num_rounds)
-        return cls(table, *table.place_of_rank, pairs, sides)
+        came = np.delete(np.arange(len(slots.set)), slots.first[:num_units])
+        at = table.unit_of_slot[came] * num_rounds + np.maximum(slots.arrived[came] + 1, 0)
+        tokens = table.sets.num_tokens[slots.set[came]].astype(np.float64)
+        brought = np.bincount(at, tokens, minlength=num_units * num_rounds).astype(np.float64)
+        return cls(table, *table.place_of_rank, pairs, sides, brought.reshape(num_units, num_rounds))
 
     def num_rounds(self, *, backward: bool) -> Ints:
         """Rounds of each unit, up to the last in which it does something."""
@@ -117,6 +134,17 @@ class _Sent(NamedTuple):
         return _Sent(self.source[order], self.target[order], self.round[order], self.moved[order])
 
 
+class _Part(NamedTuple):
+    """Rounds of a pass, `number` of each rank, one rank after the other, and their messages."""
+
+    number: Ints
+    rank: Ints
+    category: Ints
+    compute_s: Floats
+    pairs: Floats
+    sent: _Sent
+
+
 @dataclass(slots=True, kw_only=True)
 class _Builder:
     """Rounds and messages of one stage, pass by pass; rounds are numbered over all passes and ranks."""
@@ -133,8 +161,26 @@ class _Builder:
     ends: list[Ints] = field(default_factory=list)
     sent: list[_Sent] = field(default_factory=list)
 
-    def add_pass(self, work: _Work, *, backward: bool) -> None:
-        """A pass; an exchange of heads is one round, all of its messages at once, before and after the others."""
+    def add_pass(self, work: _Work | None, *, shape: LayerProfile, scans: Sequence[ScanRound], backward: bool) -> None:
+        """A pass: rounds of recurrences, in which all ranks take part, and those of attention, if any."""
+        part = self._attention(work, shape=shape, backward=backward) if work else self._nothing()
+        num_ranks, count = self.machine.num_ranks, len(scans)
+        order = np.argsort(np.append(np.repeat(np.arange(num_ranks), count), part.rank), kind="stable")
+        compute_s = np.concatenate([np.array([each.compute_s for each in scans]).T.ravel(), part.compute_s])
+        self.category.append(np.append(np.full(num_ranks * count, RING), part.category)[order])
+        self.compute_s.append(compute_s[order])
+        attend_s = sum((each.compute_s for each in scans), np.zeros(num_ranks))
+        self.attend_s.append(attend_s + np.bincount(part.rank, part.compute_s, minlength=num_ranks))
+        self.pairs.append(np.bincount(part.rank, part.pairs, minlength=num_ranks).astype(np.float64))
+        sent = [part.sent._replace(round=part.sent.round + count)]
+        for number, each in enumerate(scans):
+            source, target = np.nonzero(each.moved)
+            sent.append(_Sent(source, target, np.full_like(source, number), each.moved[source, target]))
+        self._finish(_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))), part.number + count)
+
+    def _attention(self, work: _Work, *, shape: LayerProfile, backward: bool) -> _Part:
+        """Rounds of attention; an exchange of heads is one round, all of its messages at once, before and after the
+        others."""
         machine, unit, units = self.machine, work.unit, work.table.units
         by_heads, degree = units.by_heads[unit], units.degree[unit].astype(np.float64)
         inner = work.num_rounds(backward=backward)[unit]
@@ -143,15 +189,36 @@ class _Builder:
         inside = (step >= 0) & (step < inner[rank])
         place = unit[rank], np.where(inside, np.minimum(step, work.pairs.shape[1] - 1), 0)
         inside &= step < work.pairs.shape[1]
-        pairs, sides = (np.where(inside, each[place], 0.0) / degree[rank] for each in (work.pairs, work.sides))
-        per_pair_s = machine.attention_s_per_pair * (ATTENTION_BACKWARD if backward else 1.0)
-        seconds = per_pair_s * (pairs + sides * machine.hardware.attention_half_tokens) * machine.slowness[rank]
-        self.category.append(np.where(by_heads[rank] & ((step < 0) | (step == inner[rank])), ALL_TO_ALL, RING))
-        self.compute_s.append(seconds)
-        for rows, values in ((self.attend_s, seconds), (self.pairs, pairs)):
-            rows.append(np.bincount(rank, values, minlength=machine.num_ranks).astype(np.float64))
-        sent = [self._rounds(work, backward=backward), *self._exchanges(work, inner, backward=backward)]
-        self._finish(_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))), inner + 2 * by_heads)
+        pairs, sides, brought = (
+            np.where(inside, each[place], 0.0) / degree[rank] for each in (work.pairs, work.sides, work.brought)
+        )
+        per_pair_s = machine.attention_s_per_pair(shape) * (ATTENTION_BACKWARD if backward else 1.0)
+        expansion_s = machine.expansion_s_per_token(shape) * (EXPANSION_BACKWARD if backward else 1.0)
+        seconds = per_pair_s * (pairs + sides * machine.hardware.attention_half_tokens) + expansion_s * brought
+        sent = [
+            self._rounds(work, shape=shape, backward=backward),
+            *self._exchanges(work, inner, shape=shape, backward=backward),
+        ]
+        return _Part(
+            number=inner + 2 * by_heads,
+            rank=rank,
+            category=np.where(by_heads[rank] & ((step < 0) | (step == inner[rank])), ALL_TO_ALL, RING),
+            compute_s=seconds * machine.slowness[rank],
+            pairs=pairs,
+            sent=_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))),
+        )
+
+    def _nothing(self) -> _Part:
+        """Layers without attention."""
+        ints, floats = np.zeros(0, np.int64), np.zeros(0)
+        return _Part(
+            number=np.zeros(self.machine.num_ranks, np.int64),
+            rank=ints,
+            category=ints,
+            compute_s=floats,
+            pairs=floats,
+            sent=_Sent(ints, ints, ints, floats),
+        )
 
     def add_exchange(self, encodes: Sequence[Encode], *, backward: bool) -> None:
         """Features, or (`backward`) their gradients, which a frozen encoder has none of."""
@@ -197,14 +264,14 @@ class _Builder:
             attend_s=np.tile(np.stack(self.attend_s), num_stages),
         )
 
-    def _rounds(self, work: _Work, *, backward: bool) -> _Sent:
+    def _rounds(self, work: _Work, *, shape: LayerProfile, backward: bool) -> _Sent:
         """Keys and values, and in backward gradients, between the ranks at equal positions of units."""
         table, machine = work.table, self.machine
         sizes, degree, sent = table.sets.num_tokens, table.units.degree, list[_Sent]()
-        share = np.array([machine.kv_share(int(each)) for each in range(1, int(degree.max()) + 1)])
+        share = np.array([machine.kv_share(each, shape=shape) for each in range(1, int(degree.max()) + 1)])
         for rows, per_token in (
-            (table.keys, machine.kv_bytes_per_token),
-            (table.gradients, machine.gradient_bytes_per_token),
+            (table.keys, machine.kv_bytes_per_token(shape)),
+            (table.gradients, machine.gradient_bytes_per_token(shape)),
         )[: 1 + backward]:
             filled = _filled(table, rows)
             moved = sizes[table.slots.set[filled]] * share[degree[rows.source] - 1] * per_token
@@ -214,7 +281,7 @@ class _Builder:
             sent.append(_Sent(source, target, (rows.round + table.units.by_heads[rows.source])[row], moved[row]))
         return _Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True)))
 
-    def _exchanges(self, work: _Work, inner: Ints, *, backward: bool) -> list[_Sent]:
+    def _exchanges(self, work: _Work, inner: Ints, *, shape: LayerProfile, backward: bool) -> list[_Sent]:
         """Both exchanges of heads: each rank with each other one of its unit."""
         units, tokens = work.table.units, work.table.tokens
         mine = np.flatnonzero(units.by_heads)
@@ -228,7 +295,7 @@ class _Builder:
         for payload in (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT):
             gathered, to_heads = payload in (Payload.QKV, Payload.QKV_GRAD), payload in TO_HEADS
             sizes = [
-                self.machine.exchanged_bytes_per_token(int(each), gathered=gathered)
+                self.machine.exchanged_bytes_per_token(each, shape=shape, gathered=gathered)
                 for each in range(1, int(units.degree.max()) + 1)
             ]
             moved = tokens[source if to_heads else target] * np.array(sizes)[units.degree[unit] - 1]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from rayfcp.program import Backward, Receive, Send, StageFlow
 from rayfcp.simulate.machine import Machine, StageModel
 from rayfcp.simulate.replay import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT
+from rayfcp.values import LayerProfile
 
 SHOWN_LAYERS = 6
 
@@ -94,8 +95,7 @@ class ScriptWriter:
         return self.marks - 1
 
     def load(self) -> None:
-        share = self.part.num_layers / self.machine.model.num_layers
-        self.operations.append((COMPUTE, 0, share * self.machine.hardware.microbatch_overhead_s, 0.0, 0))
+        self.operations.append((COMPUTE, 0, self.part.share * self.machine.hardware.microbatch_overhead_s, 0.0, 0))
 
     def hop(self, item: Send | Receive, hops: Mapping[HopKey, int]) -> None:
         """Activations or gradients to or from a neighbour."""
@@ -107,18 +107,17 @@ class ScriptWriter:
         """Write a forward pass; returns the mark at which the first layer has its parameters."""
         machine = self.machine
         root = self.gather(self.part.root_parameters)
-        first = self._gather_layer(kept=self.kept and self.part.num_layers == 1)
-        self.wait(root)
-        ready = self.marks
-
         before = machine.number(microbatch, backward=False)
         numbers = [before + kind for kind in self.part.kinds]
+        first = self._gather_layer(numbers[0], kept=self.kept and self.part.num_layers == 1)
+        self.wait(root)
+        ready = self.marks
 
         def layer(number: int, recorded: bool) -> None:
             self._layer(microbatch, number=number, recorded=recorded)
 
         key = (position, "plain")
-        self.row(key, numbers=numbers, first=first, last=True, layer=layer, records=True, last_kept=self.kept)
+        self.row(key, numbers=numbers, first=first, layer=layer, records=True, last_kept=self.kept)
         if self.part.last:
             self.linear(microbatch, machine.head_s_per_token)
             self.kept = True
@@ -133,28 +132,28 @@ class ScriptWriter:
         numbers = [before + kind for kind in self.part.kinds[::-1]]
         plain, later = numbers[: len(numbers) - recomputed], numbers[len(numbers) - recomputed :]
         reduced: list[int] = []
-        gather, self.kept = self._gather_layer(kept=self.kept), False
+        gather, self.kept = self._gather_layer(numbers[0], kept=self.kept), False
         if self.part.last:
             self.linear(microbatch, machine.head_s_per_token * machine.model.linear_backward)
 
         def one(number: int, recorded: bool) -> None:
             self._layer(microbatch, number=number, recorded=recorded, backward=True)
             if item.reduce:
-                self.reduce(machine.model.trained_layer_parameters, after=reduced)
+                self.reduce(machine.model.trained_of(self._shape(number)), after=reduced)
 
         def again(number: int, recorded: bool) -> None:
             if attends:
-                self._layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
+                self._layer(microbatch, number=number - len(machine.shapes), recorded=False)
             else:
-                self.linear(microbatch, machine.linear_s_per_token)
+                self.linear(microbatch, machine.linear_s_per_token(self._shape(number)))
             one(number, recorded)
 
         if plain:
             key = (position, "plain")
-            gather = self.row(key, numbers=plain, first=gather, last=not later, layer=one, records=True)
+            gather = self.row(key, numbers=plain, first=gather, following=later[:1], layer=one, records=True)
         if later:
             key = (position, "recomputed")
-            self.row(key, numbers=later, first=gather, last=True, layer=again, records=not plain)
+            self.row(key, numbers=later, first=gather, layer=again, records=not plain)
         computed = self.mark()
         if item.reduce:
             self.reduce(self.part.root_parameters if machine.model.adapter is None else 0, after=reduced)
@@ -167,24 +166,26 @@ class ScriptWriter:
         *,
         numbers: Sequence[int],
         first: int | None,
-        last: bool,
         layer: Callable[[int, bool], None],
         records: bool,
+        following: Sequence[int] = (),
         parameters: int | None = None,
         last_kept: bool = False,
     ) -> int | None:
         """Write layers, each gathering the next one's `parameters` (default: those of the language model's layers)
         while it runs, except for a last one that is still gathered (`last_kept`); returns the gather of what follows.
-        `numbers`: of their passes. The last but one layer is recorded, for it stands for those not in the script."""
+        `numbers`: of their passes, `following`: of that behind them. The last but one layer is recorded, for it stands
+        for those not in the script."""
         total = len(numbers)
         count = total if self.shown is None else min(total, self.shown.get(key, SHOWN_LAYERS))
-        at, gathers, marks = max(count - 2, 0), [first], []
+        at, gathers, marks, coming = max(count - 2, 0), [first], [], [*numbers[1:count], *following]
         for index in range(count):
             self.wait(gathers[index])
             if index == 0:
                 self.mark()
-            if index + 1 < count or not last:
-                gathers.append(self._gather_layer(parameters, kept=last_kept and index + 2 == count))
+            if index < len(coming):
+                is_kept = last_kept and index + 2 == count
+                gathers.append(self._gather_layer(coming[index], parameters=parameters, kept=is_kept))
             layer(numbers[index], records and index == at)
             marks.append(self.mark())
         if records:
@@ -195,13 +196,18 @@ class ScriptWriter:
 
     def _layer(self, microbatch: int, *, number: int, recorded: bool, backward: bool = False) -> None:
         """A layer's linear work before attention, attention, and that after it; in backward the other way round."""
-        linear_s = self.machine.linear_s_per_token
-        first, second = self.machine.before_share, 1 - self.machine.before_share
+        shape = self._shape(number)
+        linear_s, share = self.machine.linear_s_per_token(shape), self.machine.before_share(shape)
+        first, second = share, 1 - share
         if backward:
-            linear_s, first, second = self.machine.model.linear_backward * linear_s, second, first
+            linear_s, first, second = self.machine.linear_backward_s(shape), second, first
         self.linear(microbatch, linear_s * first)
         self.attend(number, recorded=recorded)
         self.linear(microbatch, linear_s * second)
+
+    def _shape(self, number: int) -> LayerProfile:
+        """The shape of the layers of a pass."""
+        return self.machine.shapes[number % len(self.machine.shapes)]
 
     def linear(self, microbatch: int, s_per_token: float) -> None:
         base_s = s_per_token * self.machine.hardware.linear_half_tokens
@@ -224,9 +230,12 @@ class ScriptWriter:
         """The collective, or None if there is nothing (more) to gather."""
         return None if self.held or not parameters else self._collective(parameters * self.machine.bytes_per_element)
 
-    def _gather_layer(self, parameters: int | None = None, *, kept: bool) -> int | None:
-        of_layer = self.machine.model.layer_parameters if parameters is None else parameters
-        return None if kept else self.gather(of_layer)
+    def _gather_layer(self, number: int, *, kept: bool, parameters: int | None = None) -> int | None:
+        if kept:
+            return None
+        return self.gather(
+            self.machine.model.parameters_of([self._shape(number)]) if parameters is None else parameters
+        )
 
     def reduce(self, parameters: int, *, after: list[int]) -> None:
         """Scatter gradients, after earlier ones."""

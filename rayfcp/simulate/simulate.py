@@ -128,8 +128,8 @@ def _amounts(
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
-    pairs = float(_layer_pairs(machine, traffic)[:, : machine.num_ranks].sum()) - padded * machine.model.num_layers
-    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_pair / machine.model.num_layers * pairs
+    own = float(_pair_flops(machine, traffic)[:, : machine.num_ranks].sum())
+    flops = FORWARD_AND_BACKWARD * (own - padded * machine.model.attention_flops_per_pair)
     num_tokens = sum(sum(row) for row in of_ranks)
     linear_flops = (1 + machine.model.linear_backward) * machine.model.linear_flops_per_token * num_tokens
     return {
@@ -140,22 +140,22 @@ def _amounts(
     }
 
 
-def _layer_pairs(machine: Machine, traffic: AttentionTraffic) -> Floats:
-    """`[microbatch, device]`: pairs of all layers of the model, forward."""
-    count = np.bincount(machine.kinds)
-    by_kind = traffic.pairs.reshape(-1, 2, len(count), machine.num_devices)[:, 0]
-    return np.asarray(np.tensordot(by_kind, count.astype(np.float64), axes=(1, 0)))
+def _pair_flops(machine: Machine, traffic: AttentionTraffic) -> Floats:
+    """`[microbatch, device]`: FLOPs of attention in all layers of the model, forward."""
+    count = np.bincount(machine.kinds) * np.array([float(each.pair_flops) for each in machine.shapes])
+    by_shape = traffic.pairs.reshape(-1, 2, len(count), machine.num_devices)[:, 0]
+    return np.asarray(np.tensordot(by_shape, count, axes=(1, 0)))
 
 
 def _passes(machine: Machine, again: Ints) -> Ints:
     """`[pass, device]`: how many layers of the device's stage run a pass, recomputed ones (the first `again[microbatch,
     device]` layers) twice forward."""
     kinds, ends = np.array(machine.kinds), np.cumsum(machine.layers_of_stage)
-    found = np.zeros((len(again), 2, len(machine.layer_kinds), machine.num_devices), np.int64)
+    found = np.zeros((len(again), 2, len(machine.shapes), machine.num_devices), np.int64)
     for device in range(machine.num_devices):
         stage = device // machine.num_ranks
         own = kinds[ends[stage] - machine.layers_of_stage[stage] : ends[stage]]
-        before = np.cumsum(own[:, None] == np.arange(len(machine.layer_kinds)), axis=0)
+        before = np.cumsum(own[:, None] == np.arange(len(machine.shapes)), axis=0)
         before = np.concatenate((np.zeros_like(before[:1]), before))
         found[:, :, :, device] = before[-1]
         found[:, 0, :, device] += before[again[:, device]]
@@ -193,11 +193,10 @@ def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, h
     passes = _passes(machine, np.where(kept, 0, again))
     exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
     attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
-    both = 1 + machine.model.linear_backward
-    linear_s = machine.linear_s_per_token * (layers * both + again) + last * machine.head_s_per_token * both
+    linear_s = _linear_s(machine, again) + last * machine.head_s_per_token * (1 + machine.model.linear_backward)
     compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
     moved = traffic.message_bytes * np.concatenate((passes, exchanges))[traffic.message_pass, traffic.messages.source]
-    in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.layer_kinds))
+    in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.shapes))
     in_exchanges = np.arange(len(exchanges)) // 2
     place = np.concatenate((in_attention, in_exchanges))[traffic.message_pass] * machine.num_devices
     ends = (traffic.messages.source, traffic.messages.target)
@@ -205,8 +204,7 @@ def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, h
         np.bincount(place + end, moved, minlength=held.size).astype(np.float64).reshape(held.shape) for end in ends
     )
     loaded = [tuple(pieces.tokens_of_ranks().tolist()) * programs.num_stages for pieces in programs.pieces]
-    per_layer = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_pair / machine.model.num_layers
-    flops = per_layer * _layer_pairs(machine, traffic)
+    flops = FORWARD_AND_BACKWARD * _pair_flops(machine, traffic)
     return Loads(
         compute_s=_rows(compute_s),
         attention_flops=_rows(flops),
@@ -214,6 +212,19 @@ def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, h
         sent_bytes=_rows(sent),
         received_bytes=_rows(received),
     )
+
+
+def _linear_s(machine: Machine, again: Ints) -> Floats:
+    """`[microbatch, device]`: seconds per token of the linear work of a device's layers, of which the first `again` run
+    forward once more."""
+    stages = []
+    for stage in range(machine.num_stages):
+        layers = machine.part(stage).layers
+        forward_s = [machine.linear_s_per_token(each) for each in layers]
+        whole_s = sum(forward_s) + sum(machine.linear_backward_s(each) for each in layers)
+        stages.append(whole_s + np.append(0.0, np.cumsum(forward_s)))
+    device = np.arange(machine.num_devices)
+    return np.asarray([[stages[p // machine.num_ranks][row[p]] for p in device] for row in again])
 
 
 def _rows(values: Floats) -> tuple[PerRank, ...]:

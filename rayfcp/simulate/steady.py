@@ -56,7 +56,7 @@ def run(
         ValueError: some rank waits forever.
     """
     number, hops = hops_of(programs, machine=machine)
-    alike = machine.num_stages == 1 and len(machine.layer_kinds) == 1
+    alike = machine.num_stages == 1 and len(machine.shapes) == 1
     shown: dict[RowKey, int] | None = {} if alike else None
     while True:
         plots = _plots(programs, machine=machine, hops=number, shown=shown, gather_every=gather_every)

@@ -220,7 +220,7 @@ def _forward_flops(programs: Programs, *, machine: Machine, pairs: Floats) -> Fl
 def _rounds(number: int, *, traffic: AttentionTraffic, outcome: ReplayOutcome, machine: Machine) -> Iterator[Span]:
     """Rounds of pass `number`, in the layer that was recorded."""
     rounds, later_s = traffic.rounds, outcome.later_s[number]
-    microbatch, backward = divmod(number // len(machine.layer_kinds), 2)
+    microbatch, backward = divmod(number // len(machine.shapes), 2)
     name = f"{'backward' if backward else 'forward'} {microbatch}"
     for device in range(rounds.first.shape[1]):
         stage, rank = divmod(device, machine.num_ranks)

@@ -2,7 +2,7 @@
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec, Decision, Move
-from rayfcp.values.layers import FULL, LayerKind, LayerKinds, RecurrentKind, TokenwiseKind, attends
+from rayfcp.values.layers import FULL, HybridKind, LayerKind, LayerKinds, RecurrentKind, TokenwiseKind, attends
 from rayfcp.values.mixers import AttentionProfile, LayerProfile, MixerProfile, RecurrenceProfile
 from rayfcp.values.plan import (
     Action,
@@ -41,6 +41,7 @@ __all__ = [
     "GlobalBatch",
     "Group",
     "HardwareProfile",
+    "HybridKind",
     "Images",
     "Imbalance",
     "InfeasiblePlanError",

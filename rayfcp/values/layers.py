@@ -62,6 +62,11 @@ class LayerKind:
         """Any order of kinds, the same in every process; by window among those of this class."""
         return (type(self).__name__, astuple(self)) < (type(other).__name__, astuple(other))
 
+    @property
+    def recurrence(self) -> "RecurrentKind | None":
+        """The kind of its recurrence; None without one."""
+        return None
+
     def hides(self, num_tokens: Positions) -> Any:
         """True where some query of a sequence of `num_tokens` does not see a key before it."""
         reach = self.window or self.chunk
@@ -121,10 +126,11 @@ FULL = LayerKind()
 
 
 def layers_work(kinds: LayerKinds, *, start: Any, stop: Any) -> Work:
-    """Work of the queries `[start, stop)` of a sequence in the mean over layers; whole numbers if there is one kind."""
-    if len(kinds) <= 1:
-        return (kinds[0][0] if kinds else FULL).work(start, stop)
+    """Work of the queries `[start, stop)` of a sequence in the mean over layers, by the weights of their kinds; whole
+    numbers if there is one kind, or none that attends."""
     num_layers = sum(layers for _, layers in kinds)
+    if len(kinds) <= 1 or not num_layers:
+        return (kinds[0][0] if kinds else FULL).work(start, stop)
     of_kinds = [[layers * each for each in kind.work(start, stop)] for kind, layers in kinds]
     return Work(*(sum(column) / num_layers for column in zip(*of_kinds, strict=True)))
 
@@ -180,6 +186,30 @@ class RecurrentKind(TokenwiseKind):
 
     def __str__(self) -> str:
         return "recurrence"
+
+    @property
+    def recurrence(self) -> "RecurrentKind":
+        """Itself."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridKind(LayerKind):
+    """Layers of which attention and a recurrence with a `halo` read the same input (Falcon-H1).
+
+    >>> str(HybridKind(window=8)), HybridKind(halo=3).recurrence
+    ('window 8 and recurrence', RecurrentKind(window=0, chunk=0, halo=3))
+    """
+
+    halo: int = 0
+
+    def __str__(self) -> str:
+        return f"{LayerKind(window=self.window, chunk=self.chunk)} and recurrence"
+
+    @property
+    def recurrence(self) -> RecurrentKind:
+        """That of its other half."""
+        return RecurrentKind(halo=self.halo)
 
 
 def attends(kind: LayerKind) -> bool:

@@ -1,9 +1,12 @@
 """Models and machines as numbers: what the cost model, the memory model and MFU are computed from."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rayfcp.values.layers import FULL, LayerKind, LayerKinds, count_kinds
+from rayfcp.values.layers import FULL, LayerKind, LayerKinds, attends, count_kinds
+from rayfcp.values.mixers import AttentionProfile, LayerProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,11 @@ class ModelProfile:
     `experts_per_token` of them; `shared_ffn_size` is the width of the MLP that all tokens pass beside. A token's work
     counts the MLPs that it passes, memory and messages count all.
 
+    `layers`: shapes of the layers where these are not all equal (`of_layers`); everything is counted from
+    `every_layer`. Then `num_heads` and `num_kv_heads` divide those of all layers, and bound the degrees of groups that
+    share out heads, `ffn_size` divides the width of all MLPs, `num_experts` and `shared_ffn_size` are the largest ones,
+    and `head_norms` and `kind_of_layer` say what `layers` say.
+
     `vision`: the encoder of a VLM; parameters, FLOPs and bytes are of the language model alone. `adapter`: what is
     trained in place of the model's own weights; parameters and FLOPs include it.
 
@@ -104,6 +112,7 @@ class ModelProfile:
     experts_per_token: int = 1
     shared_ffn_size: int = 0
     kind_of_layer: tuple[LayerKind, ...] = ()
+    layers: tuple[LayerProfile, ...] = ()
     vision: VisionProfile | None = None
     keeps_attention: bool = False
     compiled: bool = False
@@ -111,50 +120,124 @@ class ModelProfile:
     num_outputs: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.kind_of_layer) not in (0, self.num_layers):
-            raise ValueError(
-                f"kind_of_layer has {len(self.kind_of_layer)} entries, must be empty or name the kind of each of "
-                f"{self.num_layers} layers; correct the model's profile"
-            )
+        if self.layers:
+            kinds = tuple(each.kind for each in self.layers)
+            object.__setattr__(self, "kind_of_layer", () if set(kinds) == {FULL} else kinds)
+        for name in ("kind_of_layer", "layers"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries, must be empty or describe that of each "
+                    f"of {self.num_layers} layers; correct the model's profile"
+                )
+
+    @classmethod
+    def of_layers(cls, layers: Iterable[LayerProfile], **others: Any) -> "ModelProfile":
+        """The model with these layers, and without `layers` where those are equal but for their kinds, as far as the
+        fields can say that."""
+        given = tuple(layers)
+        attention = [each.attention for each in given if each.attention]
+        widths = [each.ffn_size for each in given if each.ffn_size]
+        most = max(given, key=lambda each: each.num_experts)
+        shape: dict[str, Any] = {
+            "num_layers": len(given),
+            "hidden_size": given[0].hidden_size,
+            "num_heads": math.gcd(*(each.num_heads for each in attention)) or 1,
+            "num_kv_heads": math.gcd(*(each.num_kv_heads for each in attention)) or 1,
+            "head_dim": max((each.head_dim for each in attention), default=1),
+            "ffn_size": math.gcd(*widths),
+            "head_norms": any(each.head_norms for each in attention),
+            "num_experts": most.num_experts,
+            "experts_per_token": most.experts_per_token,
+            "shared_ffn_size": max(each.shared_ffn_size for each in given),
+        }
+        kinds = tuple(each.kind for each in given)
+        equal = cls(**shape, **others, kind_of_layer=() if set(kinds) == {FULL} else kinds)
+        return equal if equal.every_layer == given else cls(**shape, **others, layers=given)
+
+    @property
+    def every_layer(self) -> tuple[LayerProfile, ...]:
+        """The shape of each layer."""
+        if self.layers:
+            return self.layers
+        of_kind = {kind: self._equal_layer(kind) for kind in set(self.kind_of_layer) or {FULL}}
+        return tuple(of_kind[kind] for kind in self.kind_of_layer or (FULL,) * self.num_layers)
+
+    def _equal_layer(self, kind: LayerKind) -> LayerProfile:
+        attention = AttentionProfile(
+            kind=kind,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            head_norms=self.head_norms,
+        )
+        return LayerProfile(
+            mixers=(attention.with_parameters(self.hidden_size),),
+            hidden_size=self.hidden_size,
+            ffn_size=self.ffn_size,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            shared_ffn_size=self.shared_ffn_size,
+        )
+
+    def layers_of(self, layers_of_stage: Sequence[int]) -> tuple[tuple[LayerProfile, ...], ...]:
+        """The layers of each stage."""
+        every, ends = self.every_layer, [sum(layers_of_stage[: stage + 1]) for stage in range(len(layers_of_stage))]
+        return tuple(every[stop - count : stop] for stop, count in zip(ends, layers_of_stage, strict=True))
 
     @property
     def layer_kinds(self) -> LayerKinds:
-        """Number of layers by kind; empty where all have full attention."""
-        return () if set(self.kind_of_layer) <= {FULL} else count_kinds(self.kind_of_layer)
+        """Weight of each kind in the mean over layers of visible pairs: the number of its layers, or, where a pair
+        takes more FLOPs in some kinds than in others, in proportion to that; 0 for kinds without pairs. Empty where all
+        layers have full attention, and nothing else."""
+        weights: dict[LayerKind, int] = {}
+        for layer in self.every_layer:
+            weights[layer.kind] = weights.get(layer.kind, 0) + layer.pair_flops
+        if weights.keys() == {FULL}:
+            return ()
+        unit = math.gcd(*(layer.pair_flops for layer in self.every_layer)) or 1
+        return tuple(sorted((kind, weight // unit) for kind, weight in weights.items()))
+
+    @property
+    def attention_kinds(self) -> LayerKinds:
+        """`layer_kinds` of attention alone; empty where it is full in all layers that attend."""
+        weights: dict[LayerKind, int] = {}
+        for kind, weight in self.layer_kinds:
+            if attends(kind):
+                mask = LayerKind(window=kind.window, chunk=kind.chunk)
+                weights[mask] = weights.get(mask, 0) + weight
+        return () if weights.keys() <= {FULL} else tuple(sorted(weights.items()))
 
     def stage_kinds(self, layers_of_stage: Sequence[int]) -> tuple[LayerKinds, ...]:
         """Number of layers by kind in each stage, also where all have full attention."""
-        found, first = [], 0
-        for count in layers_of_stage:
-            found.append(count_kinds(self.kind_of_layer[first : first + count] or [FULL] * count))
-            first += count
-        return tuple(found)
+        return tuple(count_kinds(each.kind for each in layers) for layers in self.layers_of(layers_of_stage))
 
     @property
     def has_experts(self) -> bool:
         return self.num_experts > 1
 
     @property
-    def active_ffn_size(self) -> int:
-        """Width of all MLPs that a token passes in a layer."""
-        return self.experts_per_token * self.ffn_size + self.shared_ffn_size
+    def _adapters(self) -> int:
+        """Parameters of one layer's adapters."""
+        return self.adapter.layer_parameters if self.adapter else 0
+
+    def parameters_of(self, layers: Iterable[LayerProfile]) -> int:
+        """Parameters of layers in matrices, those of all experts and adapters."""
+        return sum(each.parameters + self._adapters for each in layers)
+
+    def linear_flops_of(self, layers: Iterable[LayerProfile]) -> int:
+        """Forward FLOPs per token of layers outside attention: 2 per matmul parameter, and those of recurrences."""
+        return sum(each.linear_flops + 2 * self._adapters for each in layers)
 
     @property
     def layer_matmul_parameters(self) -> int:
-        """Parameters of one layer by which a token is multiplied."""
-        return self._around_experts + 3 * self.hidden_size * self.active_ffn_size
+        """Parameters of one layer by which a token is multiplied, in the mean over layers, rounded."""
+        return self.linear_flops_of(self.every_layer) // (2 * self.num_layers)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer in matrices, those of all experts."""
-        return self._around_experts + 3 * self.hidden_size * (self.num_experts * self.ffn_size + self.shared_ffn_size)
-
-    @property
-    def _around_experts(self) -> int:
-        """Parameters of one layer's attention, router and adapters."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        attention += self.adapter.layer_parameters if self.adapter else 0
-        return attention + (self.num_experts * self.hidden_size if self.has_experts else 0)
+        """Parameters of one layer in matrices, of the largest one."""
+        return max(each.parameters for each in self.every_layer) + self._adapters
 
     @property
     def embedding_parameters(self) -> int:
@@ -174,17 +257,16 @@ class ModelProfile:
     def num_parameters(self) -> int:
         """Parameters in matrices; norms are left out (under 0.1 %)."""
         outer = self.embedding_parameters + (0 if self.tied_embeddings else self.head_parameters)
-        return self.num_layers * self.layer_parameters + outer
+        return self.parameters_of(self.every_layer) + outer
 
     @property
     def num_trained(self) -> int:
         """Parameters in matrices that are trained: all, or those of adapters."""
         return self.num_layers * self.adapter.layer_parameters if self.adapter else self.num_parameters
 
-    @property
-    def trained_layer_parameters(self) -> int:
-        """Parameters of one layer in matrices whose gradients are computed and reduced."""
-        return self.adapter.layer_parameters if self.adapter else self.layer_parameters
+    def trained_of(self, layer: LayerProfile) -> int:
+        """Parameters of a layer in matrices whose gradients are computed and reduced."""
+        return self.adapter.layer_parameters if self.adapter else layer.parameters
 
     @property
     def linear_backward(self) -> float:
@@ -201,17 +283,18 @@ class ModelProfile:
 
     @property
     def linear_flops_per_token(self) -> float:
-        """Forward FLOPs per token outside attention: 2 per matmul parameter, output head included."""
-        return 2.0 * (self.num_layers * self.layer_matmul_parameters + self.head_parameters)
+        """Forward FLOPs per token outside attention: 2 per matmul parameter, output head included, and recurrences."""
+        return float(self.linear_flops_of(self.every_layer) + 2 * self.head_parameters)
 
     @property
     def attention_flops_per_pair(self) -> float:
         """Forward FLOPs per computed (query, key) pair, all layers: 2 products, 2 FLOPs each."""
-        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+        return float(sum(each.pair_flops for each in self.every_layer))
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * bytes_per_element
+        """Bytes of one token's keys and values, or of what travels in place of them, in one layer, the one that has
+        most."""
+        return max(each.moved_elements for each in self.every_layer) * bytes_per_element
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,7 @@ def most_held(program: RankProgram, *, cost: CostModel, pipeline: PipelineCost) 
                 f"{item.recomputed_layers}, must be at most its {layers} layers; plan again"
             )
     last = program.stage + 1 == pipeline.num_stages
-    stage = Stage(layers=layers, is_last=last, layer=pipeline.layer_bytes, num_kv_heads=cost.num_kv_heads)
+    own = pipeline.layer_bytes.of_stage(program.stage)
+    stage = Stage(layers=own, is_last=last, num_kv_heads=cost.num_kv_heads)
     peak, _ = held_bytes(uses_of_program(program), stage)
     return int(peak.max()), passes[int(peak.argmax())].microbatch

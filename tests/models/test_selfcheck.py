@@ -106,7 +106,7 @@ def test_a_model_of_one_layer_passes() -> None:
 def test_buffers_that_change_in_training_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the state has none."""
 
-    class Counting(modeling_qwen3.Qwen3RMSNorm):
+    class CountingRMSNorm(modeling_qwen3.Qwen3RMSNorm):
         def __init__(self, *args: Any, **keywords: Any) -> None:
             super().__init__(*args, **keywords)
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -116,7 +116,7 @@ def test_buffers_that_change_in_training_are_refused(monkeypatch: pytest.MonkeyP
             return super().forward(hidden)
 
     check_supported(library("qwen3"))
-    monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", Counting)
+    monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", CountingRMSNorm)
     with pytest.raises(ConfigError, match=r"buffer .*\.count changes in training"):
         check_supported(library("qwen3"))
 

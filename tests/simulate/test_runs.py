@@ -34,8 +34,10 @@ def test_bytes_are_those_of_a_share_of_heads_and_of_exchanges(heads: int, kv_sha
         plan_of(ring_of_runs(sequences, num_ranks=num_ranks, heads=heads), sequences, num_ranks=num_ranks), sequences
     )
     timeline = simulate(programs, model=MODEL, hardware=machine(**COMPUTES))
-    per_token = machine_of(MODEL, machine(), num_ranks=num_ranks).exchanged_bytes_per_token
-    exchanged = sum(per_token(heads, gathered=each) for each in (True, False)) * 400 / heads * (heads - 1)
+    found = machine_of(MODEL, machine(), num_ranks=num_ranks)
+    (shape,) = found.shapes
+    per_token = sum(found.exchanged_bytes_per_token(heads, shape=shape, gathered=each) for each in (True, False))
+    exchanged = per_token * 400 / heads * (heads - 1)
     ring = 400 * kv_share * (2 * MODEL.kv_bytes_per_token(2) + MODEL.kv_bytes_per_token(4))
     due = MODEL.num_layers * (ring + 2 * exchanged)
     assert timeline.sent_bytes == pytest.approx((due,) * num_ranks)

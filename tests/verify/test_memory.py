@@ -88,7 +88,7 @@ def test_one_microbatch_alone_by_hand() -> None:
     sequences = [SequenceSpec(id=0, num_tokens=1000, num_targets=999)]
     cost = cost_of(1, num_stages=2)
     assert cost.pipeline is not None
-    each, layers = cost.pipeline.layer_bytes, cost.pipeline.layers_of_stage
+    (each,), layers = cost.pipeline.layer_bytes.shapes, cost.pipeline.layers_of_stage
     for recomputed in (False, True):
         microbatches = [chunk([Group(ranks=(0,), sequences=(0,))])]
         rows = [[most if recomputed else 0] for most in layers]

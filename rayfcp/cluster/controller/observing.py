@@ -121,7 +121,7 @@ def own_seconds(loads: Loads, *, cost: CostModel) -> tuple[float, ...]:
     if cost.pipeline is None:
         return tuple(compute_s.tolist())
     head_s = cost.pipeline.head_s_per_token * tokens
-    share = np.array(cost.pipeline.layers_of_stage) / cost.pipeline.num_layers
+    share = np.array(cost.pipeline.share)
     own_s = share[:, None] * (compute_s - head_s)
     own_s[-1] += head_s
     return tuple(own_s.ravel().tolist())

@@ -10,7 +10,7 @@ from rayfcp.cluster.planning.measured import BYTES
 from rayfcp.cluster.workers.facts import DeviceFacts, layers_of_stage, strategy_on, with_stages
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, forward_tokens_per_rank, layer_bytes, stage_state_bytes
+from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, LayersBytes, forward_tokens_per_rank, stage_state_bytes
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.strategies.registry import slices
@@ -151,9 +151,9 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
         )
         for stage in range(len(stages))
     ]
-    each = layer_bytes(own, bytes_per_element=size)
-    kept = each.kept + by_heads * each.exchanged
-    tokens = [kept * layers + each.head + each.working + each.buffers for layers in stages]
+    sizes = LayersBytes.of(own, layers_of_stage=stages, bytes_per_element=size)
+    kept = [sum(each.kept + by_heads * each.exchanged for each in sizes.of_stage(p)) for p in range(len(stages))]
+    tokens = [each + sizes.head + sizes.computing(1, 1) for each in kept]
     fits = [(memory_bytes - have) // per_token for have, per_token in zip(fixed, tokens, strict=True)]
     if min(fits) < 1:
         stage = fits.index(min(fits))

@@ -7,7 +7,7 @@ from rayfcp.cluster.planning.measured import BYTES, analytic_cost
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import ending_bytes, layer_bytes, patch_bytes, stage_state_bytes
+from rayfcp.cost.memory import LayersBytes, ending_bytes, patch_bytes, stage_state_bytes
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.refit import COEFFICIENTS
 from rayfcp.program import Encode, Forward, HeadProgram, RankProgram
@@ -107,9 +107,8 @@ def predicted_bytes(program: RankProgram, *, config: Config, model: ModelProfile
     )
     if len(layers) > 1:
         stage = Stage(
-            layers=layers[program.stage],
+            layers=LayersBytes.of(own, layers_of_stage=layers, bytes_per_element=size).of_stage(program.stage),
             is_last=program.stage + 1 == len(layers),
-            layer=layer_bytes(own, bytes_per_element=size),
             num_kv_heads=own.num_kv_heads,
         )
         return fixed + int(held_bytes(uses_of_program(program), stage)[0].max(initial=0))

@@ -208,10 +208,12 @@ class Fabric:
 @dataclass(slots=True)
 class AttentionStats:
     """Attention of one global batch: bytes sent to other ranks, (query, key) pairs computed (both
-    directions, all layers, in pairs of all heads), waits for messages. `buffers`: memory of messages."""
+    directions, all layers, in pairs of all heads), waits for messages. `buffers`: memory of messages.
+    `recurrent_layers`: numbers of those that called recurrence or convolution."""
 
     bytes_sent: int = 0
     pairs: float = 0.0
+    recurrent_layers: set[int] = field(default_factory=set)
     buffers: Buffers = field(default_factory=Buffers)
     clock: Clock = field(default_factory=lambda: Clock(time.perf_counter))
     _waits: list[tuple[Mark, Mark]] = field(default_factory=list)

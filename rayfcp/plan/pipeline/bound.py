@@ -40,9 +40,8 @@ def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
     pairs = sum(sequence.attention_pairs for sequence in sequences)
     head_s = pipeline.head_s_per_token * num_tokens
     attention_s = attention * cost.attention_s_per_pair * (pairs + cost.attention_half_tokens * num_tokens / 2)
-    layers_s = attention_s + linear * cost.linear_s_per_token * num_tokens - head_s
-    share = np.array(pipeline.layers_of_stage) / pipeline.num_layers
-    work_s = share * layers_s
+    share, of_attention = np.array(pipeline.linear_share), np.array(pipeline.attention_share)
+    work_s = share * (linear * cost.linear_s_per_token * num_tokens - head_s) + of_attention * attention_s
     work_s[-1] += head_s
     linear_s = cost.linear_s_per_token
     layers_only = 1 - min(pipeline.head_s_per_token / (linear * linear_s), 1.0) if linear_s > 0 else 1.0
@@ -60,9 +59,7 @@ def _rank_tokens(cluster: ClusterSpec, *, cost: CostModel) -> int:
     """The most tokens that a rank may hold in one microbatch."""
     pipeline = cost.pipeline
     assert pipeline is not None
-    each = pipeline.layer_bytes
-    fits = [
-        budget // (layers * each.kept + each.working)
-        for budget, layers in zip(pipeline.budget_bytes, pipeline.layers_of_stage, strict=True)
-    ]
+    working = min(each.working for each in pipeline.layer_bytes.shapes)
+    kept = zip(pipeline.budget_bytes, pipeline.kept_bytes(), strict=True)
+    fits = [budget // (own + working) for budget, own in kept]
     return min(cluster.max_tokens_per_rank, *fits)
