@@ -197,8 +197,8 @@ def _named(name: str) -> ArchitectureConfig:
         raise ConfigError(f"model.name: {error}") from error
     if shape.layers or shape.kind_of_layer:
         raise ConfigError(
-            f"model.name is {name!r}, whose layers are not all equal, which an architecture cannot say; give the folder "
-            "of its configuration as model.path"
+            f"model.name is {name!r}, whose layers are not all equal, which an architecture cannot say; give the "
+            "folder of its configuration as model.path"
         )
     family, vision = _family(name, shape), None
     if shape.vision is not None:
