@@ -136,7 +136,7 @@ def test_from_a_folder_and_back(family: str, tmp_path: Path) -> None:
     """Checkpoints hold parameters; buffers of the state are those that the run started from."""
     first = make_library_model(library(family), dtype=torch.float32)
     for name, buffer in kept_buffers(first).items():
-        buffer += torch.rand_like(buffer) * ("bias" in name)
+        buffer.add_(torch.rand_like(buffer) * ("bias" in name))
     first.save_pretrained(tmp_path / "first", max_shard_size="20KB")
     keys = {"path": str(tmp_path / "first"), "dtype": "float32", "init": "pretrained"}
     config = Config.model_validate({"data": {"paths": ["."], "tokenizer": "bytes"}, "model": keys})
@@ -147,7 +147,7 @@ def test_from_a_folder_and_back(family: str, tmp_path: Path) -> None:
         assert torch.equal(held.model.state_dict()[name], value), name
     with torch.no_grad():
         for parameter in held.parameters():
-            parameter += 1.0
+            parameter.add_(1.0)
     dcp.save({"model": dict(held.named_parameters())}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     export_checkpoint(config, tmp_path / "checkpoint", out_dir=tmp_path / "out", vocab_size=VOCAB)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
