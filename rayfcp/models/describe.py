@@ -19,22 +19,12 @@ from rayfcp.models.library import (
     vision_family,
 )
 from rayfcp.models.rope import has_rope, original_positions, set_rope
-from rayfcp.models.shapes import decoder_modules, layer_profiles
+from rayfcp.models.shapes import layer_profiles
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
 NAMED_POSITIONS = 131072
 """Positions of models given by name."""
-
-_REFUSED = {
-    "attn_logit_softcapping": "caps the logits of its attention, which kernels over several ranks do not",
-    "final_logit_softcapping": "caps its logits, which the loss does not",
-    "logit_scale": "scales its logits, which the loss does not",
-}
-"""Keys that must not be set, with the reason."""
-
-_SINK = re.compile(r"\bsinks?\b")
-"""Attention parameters that receive attention weight instead of the keys."""
 
 _SAME_NAMES = (
     *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
@@ -42,7 +32,7 @@ _SAME_NAMES = (
 )
 """Fields that mean the same in `ModelProfile` and `ArchitectureConfig`."""
 
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def model_config(
@@ -62,12 +52,8 @@ def model_config(
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
-    if found.sub_configs and found.model_type not in VISION_FAMILIES:
-        field, value = ("path", config.path) if config.path else ("architecture.model_type", found.model_type)
-        raise ConfigError(
-            f"model.{field} is {value!r}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text "
-            f"runs, and images with {', '.join(VISION_FAMILIES)}; choose another model"
-        )
+    field, value = ("path", config.path) if config.path else ("architecture.model_type", found.model_type)
+    check_text_only(found, given=f"model.{field} is {value!r}")
     # Families have default padding ids, which smaller vocabularies do not contain; packing needs none.
     text = text_of(found)
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
@@ -81,6 +67,18 @@ def model_config(
             raise ConfigError(f"model: vision_feature_layer is {layer}, must be -1, the encoder's last; set it to -1")
         _check_dropout(found.vision_config)
     return found
+
+
+def check_text_only(found: PreTrainedConfig, *, given: str) -> None:
+    """
+    Raises:
+        ConfigError: The model, which is `given` by the user, has parts that neither text nor a known encoder needs.
+    """
+    if found.sub_configs and found.model_type not in VISION_FAMILIES:
+        raise ConfigError(
+            f"{given}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text runs, and images with "
+            f"{', '.join(VISION_FAMILIES)}; choose another model"
+        )
 
 
 def configured_model(config: Config, *, vocab_size: int) -> PreTrainedConfig:
@@ -159,32 +157,27 @@ def check_runs(found: PreTrainedConfig) -> None:
         ConfigError: The language model uses what we do not run, or does not state its shape (see `model_config`).
     """
     check_layer_types(found)
-    for name, why in _REFUSED.items():
-        value = getattr(found, name, None)
-        if value is not None:
-            raise ConfigError(f"model: {found.model_type} {why} ({name}={value}); choose another model")
-    if getattr(found, "logits_scaling", None) not in (None, 1.0):
-        raise ConfigError(f"model: logits_scaling={found.logits_scaling} is not supported; choose another model")
     _check_dropout(found)
     for name in _SHAPE:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
-    (layer,) = decoder_modules(found, num_layers=1)
-    sink = next((name for name, _ in layer.named_parameters() if _SINK.search(name)), None)
-    if sink is not None:
-        raise ConfigError(
-            f"model: {found.model_type} has attention sinks ({sink}), which kernels over several ranks "
-            "lack; choose another model"
-        )
+
+
+def dropout_keys(found: PreTrainedConfig) -> list[str]:
+    """Keys of rates of dropout that are not 0, under all names that families give them; that of classification heads
+    is not used."""
+    rates = {name: value for name, value in vars(found).items() if "drop" in name and isinstance(value, int | float)}
+    return [
+        name
+        for name, value in rates.items()
+        if value and not isinstance(value, bool) and not name.startswith(("classifier", "summary"))
+    ]
 
 
 def _check_dropout(found: PreTrainedConfig) -> None:
-    """Check all names that families give it; dropout of classification heads is not used."""
-    for name, value in vars(found).items():
-        is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-        if "drop" in name and not name.startswith(("classifier", "summary")) and is_rate and value:
-            raise ConfigError(f"model: {name}={value}, must be 0; set it to 0 in the model's config")
+    for name in dropout_keys(found):
+        raise ConfigError(f"model: {name}={getattr(found, name)}, must be 0; set it to 0 in the model's config")
 
 
 def _from_path(path: str) -> PreTrainedConfig:
@@ -202,6 +195,11 @@ def _named(name: str) -> ArchitectureConfig:
         shape = model_profile(name)
     except ValueError as error:
         raise ConfigError(f"model.name: {error}") from error
+    if shape.layers or shape.kind_of_layer:
+        raise ConfigError(
+            f"model.name is {name!r}, whose layers are not all equal, which an architecture cannot say; give the "
+            "folder of its configuration as model.path"
+        )
     family, vision = _family(name, shape), None
     if shape.vision is not None:
         from rayfcp.models.vision import FAMILIES

@@ -102,6 +102,24 @@ def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...
     return tuple(found)
 
 
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """`[tokens, width]`: rows of tensors `[tokens, heads, head_dim]` of the same tokens, which may differ in both."""
+    if len({each.shape[2] for each in parts}) == 1:
+        return torch.cat(list(parts), dim=1).flatten(1)  # reads strided heads in place
+    return torch.cat([each.flatten(1) for each in parts], dim=1)
+
+
+def apart(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts, views of `side_by_side` of tensors of `shapes` `(heads, head_dim)`."""
+    parts = rows.split([heads * head_dim for heads, head_dim in shapes], dim=1)
+    return [part.unflatten(1, tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums of tensors of `dtype`: fp64 for fp64, otherwise fp32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
     """One call of the kernel: queries `queries[i]`, which do not overlap, attend to keys `keys[i]` of slot `slots[i]`.
