@@ -1,4 +1,4 @@
-"""A run of a model with recurrent layers, on as many devices as there are: it loses one, goes on, grows, and is resumed
+"""A run of a model with recurrent layers, on as many devices as there are: it loses one, goes on, and is resumed
 on stages, with the losses of a run on one device."""
 
 from pathlib import Path
@@ -30,13 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> Config:
-    train = {"steps": STEPS, "learning_rate": 1e-3}
-    return run_config(
-        folder, name=name, **{"train": train} | sections, model={"path": str(folder / "model"), "init": "random"}
-    )
+    given = {"train": {"steps": STEPS, "learning_rate": 1e-3}, "data": {"tokenizer": "bytes"}} | sections
+    model = {"path": str(folder / "model"), "init": "random"}
+    return run_config(folder, name=name, model=model, **given)
 
 
-def test_losses_of_a_run_that_loses_a_device_and_grows(folder: Path) -> None:
+def test_losses_of_a_run_that_loses_a_device(folder: Path) -> None:
     one = config_of(folder, "one", cluster={"num_workers": 1})
     FlexTrainer(one).fit()
     train = {"steps": 4, "learning_rate": 1e-3}
