@@ -49,9 +49,10 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: None, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     dropout: float, mask: int, with_lse: bool = False, *, scale: float, **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:  # fmt: skip
-    _check(query, key, value)
+    _check(query, key)
+    _check(value)
     assert dropout == 0.0 and with_lse and bias is None
-    out = torch.empty_like(query)
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
     lse = torch.full((len(cu_q) - 1, query.shape[2], -(-max_q // 32) * 32), float("inf"))
     for pair, (q, k) in enumerate(_pairs((cu_q, cu_k), (max_q, max_k))):
         scores = _scores(query[0, q], key[0, k], scale=scale, mask=mask)
@@ -65,7 +66,8 @@ def _backward(
     max_q: int, max_k: int, lse: Tensor, dropout: float, seed: Tensor, offset: Tensor, mask: int, bias_grad: bool,
     *, scale: float, **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(grad, query, key, value, out)
+    _check(query, key)
+    _check(value, grad, out)
     assert lse.shape == (len(cu_q) - 1, query.shape[2], -(-max_q // 32) * 32) and lse.is_contiguous()
     assert dropout == 0.0 and not bias_grad and bias is None
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
