@@ -14,8 +14,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, *, equal_heads: bool = False, narrow_values: bool = False) -> None:
-    """Halves, last dimension contiguous, head_dim a multiple of 8, heads a multiple of the keys'. `narrow_values`: those
-    of flash-attn 3 may be so."""
+    """Halves, last dimension contiguous, head_dim a multiple of 8, heads a multiple of the keys'. `narrow_values`:
+    those of flash-attn 3 may be so."""
     assert query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     for tensor in (query, key, value):
         assert tensor.dim() == 3 and tensor.stride(-1) == 1 and tensor.dtype == query.dtype
