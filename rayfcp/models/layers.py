@@ -49,12 +49,6 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     return kinds if set(kinds) != {FULL} else ()
 
 
-def layers_of_each_type(config: PreTrainedConfig) -> int:
-    """Number of the first layers that contain one of each type."""
-    types = getattr(config, "layer_types", None) or [_FULL]
-    return max(types.index(each) for each in set(types)) + 1
-
-
 def num_experts(config: PreTrainedConfig) -> int:
     """Experts of a layer, 0 if the model has none."""
     return max(int(getattr(config, name, None) or 0) for name in EXPERT_COUNTS)
