@@ -152,9 +152,16 @@ def expected(case: Case, dtype: str) -> tuple[float, Gradients]:
     return reference(random_model(library_config(dtype), dtype=dtype, seed=SEED), case)
 
 
+def use_library_attention(model: CausalLM) -> None:
+    """Let a model run as the library wrote it."""
+    model.model.set_attn_implementation("sdpa")
+    for module in model.modules():
+        vars(module).pop("expand_kv", None)  # latents became keys and values elsewhere
+
+
 def reference(model: CausalLM, case: Case) -> tuple[float, Gradients]:
     """Mean loss and its gradients by the library's own attention, one sequence at a time, one process."""
-    model.model.set_attn_implementation("sdpa")
+    use_library_attention(model)
     total = 0.0
     for row in CaseTokens(case).rows:
         ids = torch.from_numpy(row)[None]

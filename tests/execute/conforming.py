@@ -33,17 +33,20 @@ class Shape:
     strided: bool
     seed: int
     softcap: float = 0.0
+    value_dim: int = 0
+    """As `head_dim` if 0."""
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
         """query, gradient of out, then key and value before, key and value own."""
         generator = torch.Generator().manual_seed(self.seed)
         counts = (sum(self.queries),) * 2 + (sum(self.before),) * 2 + (sum(self.own),) * 2
         heads = (self.heads,) * 2 + (self.kv_heads,) * 4
+        sizes = (self.head_dim, self.value_dim or self.head_dim) * 3
         made = []
-        for tokens, num_heads in zip(counts, heads, strict=True):
+        for tokens, num_heads, size in zip(counts, heads, sizes, strict=True):
             # A part of a fused projection: rows and heads lie apart, the last dimension is contiguous.
-            fused = torch.randn(tokens, num_heads + 3, self.head_dim + 8, generator=generator, dtype=torch.float64)
-            part = fused.to(device, dtype)[:, 2 : 2 + num_heads, : self.head_dim]
+            fused = torch.randn(tokens, num_heads + 3, size + 8, generator=generator, dtype=torch.float64)
+            part = fused.to(device, dtype)[:, 2 : 2 + num_heads, :size]
             made.append(part if self.strided else part.contiguous())
         return tuple(made)
 

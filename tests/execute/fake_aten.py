@@ -45,7 +45,7 @@ def _flash_backward(
     assert dropout == 0.0 and state.dtype == torch.uint64 and state.shape == (2,)
     assert (max_q, max_k) == (varlen_dense.longest(cu_q), varlen_dense.longest(cu_k))
     varlen_dense.check(query, key, value)
-    varlen_dense.check_saved(query, grad_out=grad, out=out, lse=lse)
+    varlen_dense.check_saved(query, value=value, grad_out=grad, out=out, lse=lse)
     tensors = (grad, query, key, value, out, lse)
     return varlen_dense.backward(tensors, offsets=(cu_q, cu_k), causal=causal, scale=scale)
 
@@ -69,7 +69,7 @@ def _cudnn_backward(
     assert bias is None and dropout == 0.0
     _check_bounds((cu_q, cu_k), (max_q, max_k))
     varlen_dense.check(query, key, value, equal_heads=True)
-    varlen_dense.check_saved(query, grad_out=grad, out=out, lse=lse)
+    varlen_dense.check_saved(query, value=value, grad_out=grad, out=out, lse=lse)
     tensors = (grad, query, key, value, out, lse)
     return varlen_dense.backward(tensors, offsets=(cu_q, cu_k), causal=causal, scale=scale)
 

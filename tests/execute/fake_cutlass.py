@@ -40,7 +40,7 @@ def _check(*tensors: Tensor) -> None:
 
 def _scores(query: Tensor, key: Tensor, *, scale: float, mask: int) -> Tensor:
     """`[heads, queries, keys]` of `[tokens, heads, head_dim]`."""
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key.double()) * scale
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
     return scores.masked_fill(hidden, float("-inf")) if mask == CAUSAL_FROM_TOP_LEFT else scores
 
@@ -49,13 +49,14 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: None, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     dropout: float, mask: int, with_lse: bool = False, *, scale: float, **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:  # fmt: skip
-    _check(query, key, value)
+    _check(query, key)
+    _check(value)
     assert dropout == 0.0 and with_lse and bias is None
-    out = torch.empty_like(query)
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
     lse = torch.full((len(cu_q) - 1, query.shape[2], -(-max_q // 32) * 32), float("inf"))
     for pair, (q, k) in enumerate(_pairs((cu_q, cu_k), (max_q, max_k))):
         scores = _scores(query[0, q], key[0, k], scale=scale, mask=mask)
-        out[0, q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[0, k])
+        out[0, q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[0, k].double())
         lse[pair, :, : scores.shape[1]] = scores.logsumexp(-1)
     return out, lse, torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64), max_q, max_k
 
@@ -65,7 +66,8 @@ def _backward(
     max_q: int, max_k: int, lse: Tensor, dropout: float, seed: Tensor, offset: Tensor, mask: int, bias_grad: bool,
     *, scale: float, **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(grad, query, key, value, out)
+    _check(query, key)
+    _check(value, grad, out)
     assert lse.shape == (len(cu_q) - 1, query.shape[2], -(-max_q // 32) * 32) and lse.is_contiguous()
     assert dropout == 0.0 and not bias_grad and bias is None
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -74,8 +76,12 @@ def _backward(
         assert lse[pair, :, scores.shape[1] :].isposinf().all()
         weights = (scores - lse[pair, :, : scores.shape[1], None]).exp()
         delta = (grad[0, q] * out[0, q]).sum(-1).T
-        slopes = weights * (torch.einsum("qhd,khd->hqk", grad[0, q], value[0, k]) - delta[..., None]) * scale
-        dq[0, q] = torch.einsum("hqk,khd->qhd", slopes, key[0, k])
-        dk[0, k] = torch.einsum("hqk,qhd->khd", slopes, query[0, q])
-        dv[0, k] = torch.einsum("hqk,qhd->khd", weights, grad[0, q])
+        slopes = (
+            weights
+            * (torch.einsum("qhd,khd->hqk", grad[0, q].double(), value[0, k].double()) - delta[..., None])
+            * scale
+        )
+        dq[0, q] = torch.einsum("hqk,khd->qhd", slopes, key[0, k].double())
+        dk[0, k] = torch.einsum("hqk,qhd->khd", slopes, query[0, q].double())
+        dv[0, k] = torch.einsum("hqk,qhd->khd", weights, grad[0, q].double())
     return dq, dk, dv, torch.empty(0)

@@ -69,7 +69,7 @@ def _flash_attn_varlen_backward(
     assert (dropout_p, window_size_left, window_size_right, alibi_slopes) == (0.0, -1, -1, None)
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     varlen_dense.check(q, k, v)
-    varlen_dense.check_saved(q, grad_out=dout, out=out, lse=softmax_lse)
+    varlen_dense.check_saved(q, value=v, grad_out=dout, out=out, lse=softmax_lse)
     tensors = (dout, q, k, v, out, softmax_lse)
     found = varlen_dense.backward(
         tensors, offsets=(cu_seqlens_q, cu_seqlens_k), causal=causal, scale=softmax_scale, softcap=softcap

@@ -53,7 +53,7 @@ def _flash_attn_forward(
     assert (window_size_left, window_size_right, attention_chunk, num_splits) == (-1, -1, 0, 1)
     assert softmax_scale is not None and cu_seqlens_q is not None and cu_seqlens_k is not None and sm_margin >= 0
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
-    varlen_dense.check(q, k, v)
+    varlen_dense.check(q, k, v, narrow_values=True)
     offsets = (cu_seqlens_q, cu_seqlens_k)
     out, lse = varlen_dense.forward(q, k, v, offsets=offsets, causal=causal, scale=softmax_scale, softcap=softcap)
     return out, lse, torch.empty(0), torch.empty(0)
@@ -88,8 +88,8 @@ def _flash_attn_backward(
     assert (window_size_left, window_size_right, deterministic) == (-1, -1, False) and sm_margin >= 0
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     assert softmax_scale is not None
-    varlen_dense.check(q, k, v)
-    varlen_dense.check_saved(q, grad_out=dout, out=out, lse=softmax_lse)
+    varlen_dense.check(q, k, v, narrow_values=True)
+    varlen_dense.check_saved(q, value=v, grad_out=dout, out=out, lse=softmax_lse)
     tensors = (dout, q, k, v, out, softmax_lse)
     offsets = (cu_seqlens_q, cu_seqlens_k)
     found = varlen_dense.backward(tensors, offsets=offsets, causal=is_causal, scale=softmax_scale, softcap=softcap)

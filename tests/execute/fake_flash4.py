@@ -64,7 +64,7 @@ def _flash_attn_bwd(
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     varlen_dense.check(q, k, v)
     assert q.shape[-1] <= 128
-    varlen_dense.check_saved(q, grad_out=dout, out=out, lse=lse)
+    varlen_dense.check_saved(q, value=v, grad_out=dout, out=out, lse=lse)
     tensors = (dout, q, k, v, out, lse)
     offsets = (cu_seqlens_q, cu_seqlens_k)
     return tuple(

@@ -24,7 +24,7 @@ from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import BatchPlan, Group, Primitive, SequenceSpec, Slice
-from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
+from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients, use_library_attention
 from tests.execute.dense import run_ranks
 from tests.execute.live import UncountedTransport
 from tests.program.pipelines import chunk, pipeline, plan_of, random_pipelines
@@ -171,7 +171,7 @@ def expected(
     """Mean loss and its gradients by the library's own attention, one sequence at a time, one process. `loss_sum`: of a
     sequence, by its ids and logits."""
     model = random_model(case.library, dtype=dtype, seed=SEED)
-    model.model.set_attn_implementation("sdpa")
+    use_library_attention(model)
     total = torch.zeros((), dtype=torch.float64)
     for sequence, row in enumerate(CaseTokens(case).rows):
         ids = torch.from_numpy(row)

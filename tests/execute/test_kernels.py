@@ -24,6 +24,7 @@ from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
 from rayfcp.execute.kernels.operators import AnyPairs, OperatorKernel
+from rayfcp.execute.kernels.widths import EqualWidths
 from tests.examples import examples
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_flash4, fake_npu
 from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes
@@ -50,7 +51,7 @@ def on_cuda(half: AttentionKernel) -> CudaKernel:
 
 
 CASES = {
-    "cpu": Case(make=CpuKernel, dtypes=tuple(BOUNDS)),
+    "cpu": Case(make=lambda: EqualWidths(CpuKernel()), dtypes=tuple(BOUNDS)),
     "operators": Case(make=OperatorKernel, dtypes=tuple(BOUNDS), caps=CAPS),
     "flash-attn 2": Case(make=lambda: on_cuda(FlashAttn2Kernel(fake_flash2)), dtypes=HALF, caps=CAPS),
     "flash-attn 3": Case(make=lambda: on_cuda(FlashAttn3Kernel(fake_flash3, sm_margin=8)), dtypes=HALF, caps=CAPS),
@@ -61,7 +62,7 @@ CASES = {
     "cuDNN": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF, first=129),
     "cuDNN, short": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF),
     "memory-efficient": Case(make=lambda: on_cuda(TorchFlashKernel()), dtypes=SINGLE),
-    "npu": Case(make=NpuKernel, dtypes=SINGLE + HALF),
+    "npu": Case(make=lambda: EqualWidths(NpuKernel()), dtypes=SINGLE + HALF),
 }
 
 
@@ -103,6 +104,19 @@ def test_pairs_that_a_kernel_does_not_support_run_in_operators(name: str) -> Non
     assert kernel.supports(query, pairs=pairs)
     assert kernel.supports(query, pairs=replace(pairs, softcap=CAPS[1])) == (CAPS[1] in case.caps)
     assert_conforms(AnyPairs(kernel), capped, dtype=case.dtypes[0])
+
+
+WIDTHS = ((24, 16), (16, 24), (20, 12), (192, 128), (160, 88))
+"""Of keys and of values; flash-attn 3 takes the fourth as they are."""
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", CASES)
+def test_values_of_other_sizes_than_keys(name: str) -> None:
+    kernel, dtype = CASES[name].make(), CASES[name].dtypes[0]
+    for head_dim, value_dim in WIDTHS:
+        shape = replace(LONG, queries=(140, 1), own=(140, 1), head_dim=head_dim, value_dim=value_dim)
+        assert_conforms(kernel, shape, dtype=dtype)
 
 
 CUDA_DTYPES = (torch.float32, torch.bfloat16)

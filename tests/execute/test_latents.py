@@ -171,7 +171,7 @@ def test_a_frozen_up_projection_has_no_gradient() -> None:
     assert_same(({0: [k.grad]}, None), ({0: [dense(inputs, sequences)[0][0][2]]}, None))  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"up_projection \(3, 11, 7\); want one head of latents"):
         attention(q, k, v, program, up_projection=inputs.up[:3], **options)  # type: ignore[index]
-    with pytest.raises(ValueError, match=r"up_projection torch.float32, must be one dtype"):
+    with pytest.raises(ValueError, match=r"up_projection torch\.float32, must be one dtype"):
         attention(q, k, v, program, up_projection=inputs.up.float(), **options)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="want as many heads in key and value"):
         attention(q, k, v, program, **options)

@@ -13,20 +13,26 @@ from torch import Tensor
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, *, equal_heads: bool = False) -> None:
-    """Halves, last dimension contiguous, head_dim a multiple of 8, heads a multiple of the keys'."""
+def check(query: Tensor, key: Tensor, value: Tensor, *, equal_heads: bool = False, narrow_values: bool = False) -> None:
+    """Halves, last dimension contiguous, head_dim a multiple of 8, heads a multiple of the keys'. `narrow_values`:
+    those of flash-attn 3 may be so."""
     assert query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     for tensor in (query, key, value):
         assert tensor.dim() == 3 and tensor.stride(-1) == 1 and tensor.dtype == query.dtype
-        assert tensor.shape[-1] == query.shape[-1]
-    assert key.shape == value.shape and query.shape[1] % key.shape[1] == 0
+    narrow = narrow_values and 128 < key.shape[-1] <= 192 and 96 < value.shape[-1] <= 128 and value.shape[-1] % 8 == 0
+    assert key.shape[-1] == query.shape[-1] and (narrow or value.shape[-1] == key.shape[-1])
+    assert key.shape[:2] == value.shape[:2] and query.shape[1] % key.shape[1] == 0
     assert not equal_heads or query.shape[1] == key.shape[1]
 
 
-def check_saved(query: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor) -> None:
+def check_saved(query: Tensor, *, value: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> None:
     """Check the values that the backward gets from the forward."""
     for tensor in (grad_out, out):
-        assert tensor.shape == query.shape and tensor.dtype == query.dtype and tensor.stride(-1) == 1
+        assert (
+            tensor.shape == (*query.shape[:2], value.shape[-1])
+            and tensor.dtype == query.dtype
+            and tensor.stride(-1) == 1
+        )
     assert lse.shape == (query.shape[1], len(query)) and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
@@ -54,7 +60,8 @@ def forward(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """out and logsumexp; a causal pair has as many queries as keys."""
-    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[1], len(query))
+    out = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype)
+    lse = torch.empty(query.shape[1], len(query))
     for q, k in pieces(offsets, tensors=(query, key)):
         scores, _ = _scores(query[q], key[k], scale=scale, causal=causal, softcap=softcap)
         out[q] = (scores.softmax(-1) @ wide(value[k], query.shape[1])).transpose(0, 1).to(out)

@@ -6,6 +6,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from tests.execute.cases import VOCAB, Case
 from tests.models.families import assert_same, by_library, in_process
 from tests.models.folders import FOLDERS, SHAPE
+from tests.models.test_latent import MODELS, SIZES
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -15,7 +16,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-KEYS = {**FOLDERS, "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True})}
+KEYS = {
+    **FOLDERS,
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    **{what: (family, SIZES | keys) for what, (family, keys) in MODELS.items()},
+}
 CASES = (
     Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),)),
     Case(

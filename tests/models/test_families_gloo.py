@@ -27,6 +27,8 @@ FAMILIES = {
     "gemma3": THREE,
     "qwen3_moe": THREE,
     "qwen2_moe, shared experts": TWO,
+    "deepseek_v3": TWO,
+    "youtu, yarn": TWO,
 }
 NUM_PROCESSES = THREE.num_ranks
 

@@ -59,7 +59,6 @@ REFUSED = {
         {"num_key_value_heads": 8},
         "NemotronAttention was called without rayfcp_attention",
     ),
-    "keys wider than values": ("youtu", {}, "want equal key and value"),
     "attends twice": ("diffllama", {}, "some of its layers do not use our attention"),
 }
 

@@ -59,9 +59,10 @@ MAX_COMMUNICATION_SMS = 64
 
 
 class CudaKernel:
-    """Chooses a kernel by dtype and pads head_dim for it; see `AttentionKernel`."""
+    """Chooses a kernel by dtype and pads head_dim and value_dim for it; see `AttentionKernel`."""
 
     def __init__(self, *, half: AttentionKernel, single: AttentionKernel) -> None:
+        half = EqualWidths(half, unless=FLASH_3_WIDTHS if isinstance(half, FlashAttn3Kernel) else None)
         self._kernels = {torch.float16: half, torch.bfloat16: half, torch.float32: single}
         self.name = f"{half.name}, {single.name} in fp32"
 
@@ -148,8 +149,7 @@ class CudaBackend(DeviceBackend):
                 "or set cluster.device=cpu"
             )
         for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
-            unless = FLASH_3_WIDTHS if isinstance(half, FlashAttn3Kernel) else None
-            yield CudaKernel(half=EqualWidths(half, unless=unless), single=CutlassKernel())
+            yield CudaKernel(half=half, single=CutlassKernel())
 
     def recurrences(self) -> Iterator[RecurrenceKernel]:
         (chunked,) = super().recurrences()
