@@ -19,7 +19,7 @@ from rayfcp.models.library import (
     vision_family,
 )
 from rayfcp.models.rope import has_rope, original_positions, set_rope
-from rayfcp.models.shapes import layer_profiles
+from rayfcp.models.shapes import decoder_modules, layer_profiles
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -162,6 +162,7 @@ def check_runs(found: PreTrainedConfig) -> None:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
+    decoder_modules(found, num_layers=1)
 
 
 def dropout_keys(found: PreTrainedConfig) -> list[str]:
