@@ -1,6 +1,5 @@
 """Which families compute here what they compute in the library; the others are refused before a run."""
 
-import time
 from typing import Any
 
 import pytest
@@ -72,24 +71,21 @@ def test_families_that_do_not_are_refused(what: str) -> None:
 
 
 def test_what_the_configuration_says_is_checked_not_the_family_alone() -> None:
-    """Scaled logits are applied after the decoder, by which our loss passes."""
-    check_supported(library("granite", logits_scaling=1.0))
+    """Routers that add noise in training compute something else in every pass."""
+    check_supported(library("phimoe", router_jitter_noise=0.0, input_jitter_noise=0.0))
     with pytest.raises(
-        ConfigError, match=r"granite cannot be trained, loss of .* with packed .* in transformers, must agree"
+        ConfigError, match=r"phimoe cannot be trained, loss of .* with packed .* in transformers, must agree"
     ):
-        check_supported(library("granite", logits_scaling=8.0))
+        check_supported(library("phimoe"))
 
 
-def test_it_is_quick_and_leaves_random_numbers_alone() -> None:
-    config = library_config("qwen3")
-    check_supported(config)
-    before, start_s = torch.get_rng_state(), time.perf_counter()
+def test_it_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
     for family in ("qwen3", "diffllama"):
         try:
             check_supported(library(family))
         except ConfigError:
             continue
-    assert time.perf_counter() - start_s < 4.0
     assert torch.equal(torch.get_rng_state(), before)
 
 
