@@ -12,7 +12,7 @@ from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfi
 from rayfcp.models import vision
 from rayfcp.models.describe import model_config
 from rayfcp.models.selfcheck import check_supported
-from tests.models.helpers import FAMILIES, library_config
+from tests.models.helpers import FAMILIES
 from tests.models.vlm import vlm_config
 
 QUIET = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob", "layerdrop"), 0.0)
