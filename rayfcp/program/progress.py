@@ -6,6 +6,10 @@ All ranks of a stage run the instructions of its outline, so that one rank stand
   exchanges keys, values and gradients with them; recomputed layers repeat their forward rounds inside the backward
   pass, unless they keep their attention. A rank leaves a pass when all its messages have met, so passes are checked one
   by one (`AttentionTable.check`), and since all stages attend alike, once for all stages;
+- recurrent layers send halos and states between those of attention, in the order of layers, which is the same on all
+  ranks of a stage. Both ends of a message are read from one part of a sequence, in the same round of the same layer,
+  and a rank sends another at most one message in a round, so that the rounds of all ranks meet; a rank without
+  messages in a round has none to wait for (`ScanTable`);
 - so does the vision encoder, and then exchanges features, whose gradients take the same rounds back at the end of the
   backward pass;
 - a rank posts the messages of a round as one group call, which NCCL and HCCL run as one kernel. The sends and receives
@@ -20,7 +24,7 @@ pipeline stages there is one, nevertheless: passes, layers and rounds come in th
 device starts a subsequence of their gathers, reductions and messages. With stages, one that runs forward passes ahead
 sends activations before it receives gradients, and its neighbour has them the other way round.
 
-Keys and values that a microbatch keeps for later ones stay until these have read them, and no longer.
+Keys and values, and states, that a microbatch keeps for later ones stay until these have read them, and no longer.
 """
 
 from collections import defaultdict, deque
@@ -42,8 +46,10 @@ from rayfcp.program.instructions import (
     StageFlow,
     of_kind,
 )
-from rayfcp.program.programs import Programs, kinds_of
+from rayfcp.program.programs import Programs, kinds_of, scans_of
+from rayfcp.program.scans import ScanTable
 from rayfcp.program.table import AttentionTable, Units
+from rayfcp.values import FULL, attends
 from rayfcp.values.arrays import Ints
 
 
@@ -79,6 +85,8 @@ def check_progress(programs: Programs, *, forward_only: bool = False) -> None:
         turns = _Turns(outline)
         for kind in kinds_of(outline):
             _check_reused(programs.attention[kind], turns, place=outline.place)
+        for scan in scans_of(outline):
+            _check_states(programs.scans[scan], turns, place=outline.place)
     if problem := hand_overs_stuck(programs.outlines):
         raise ValueError(f"{problem}; hand-overs of a channel match in order, lower one plan for all")
 
@@ -87,7 +95,7 @@ def _check_tables(programs: Programs) -> None:
     """In layers of each kind ranks attend over the tokens that they load, sharing out heads alike."""
     for pieces in programs.pieces:
         check_parts("pieces", pieces.first, count=programs.num_ranks, size=len(pieces.sequence))
-    first, done = next(iter(programs.attention)), set[int]()
+    first, done = next(filter(attends, programs.attention), FULL), set[int]()
     for kind, tables in programs.attention.items():
         for number, (table, pieces) in enumerate(zip(tables, programs.pieces, strict=True)):
             where = f"microbatch {number}, {kind}"
@@ -99,7 +107,7 @@ def _check_tables(programs: Programs) -> None:
                     f"{where}: ranks attend over other numbers of tokens than they load (1 of padding if none); lower "
                     "the plan again"
                 )
-            if not all(map(np.array_equal, table.units, programs.attention[first][number].units)):
+            if attends(kind) and not all(map(np.array_equal, table.units, programs.attention[first][number].units)):
                 raise ValueError(f"{where}: ranks share out heads otherwise than in {first}; lower the plan again")
 
 
@@ -118,6 +126,11 @@ def _check_kinds(outline: RankProgram, programs: Programs) -> None:
             raise ValueError(
                 f"{outline.place}, microbatch {item.microbatch}: kinds of layers are {found}, must ascend, be those of "
                 f"its first pass, {due}, and among those that are lowered; lower the plan again"
+            )
+        if (scans := tuple(each.kind for each in item.scans)) != scans_of(outline):
+            raise ValueError(
+                f"{outline.place}, microbatch {item.microbatch}: recurrent kinds are {scans}, must be those of its "
+                f"first pass, {scans_of(outline)}; lower the plan again"
             )
 
 
@@ -164,6 +177,7 @@ def _check_instructions(outline: RankProgram, programs: Programs, encoded: Colle
     for item in of_kind(outline, Forward):
         at = item.microbatch
         keeps = any(len(programs.attention[kind][at].kept.unit) for kind in kinds_of(outline))
+        keeps = keeps or any(programs.scans[kind][at].is_tail.any() for kind in scans_of(outline))
         due = list(_due(outline, at, encodes=at in encoded, keeps=keeps, backward=last == "Backward"))
         here, passed = found.pop(at), due.index(last) + 1
         if here[:passed] != due[:passed] or sorted(here[passed:]) != sorted(due[passed:]):
@@ -259,6 +273,13 @@ def _check_reused(tables: Sequence[AttentionTable], turns: _Turns, *, place: str
                 f"{place}, microbatch {number}: what is kept must be what later microbatches read of it; lower the "
                 "plan again"
             )
+
+
+def _check_states(tables: Sequence[ScanTable], turns: _Turns, *, place: str) -> None:
+    """Heads are states of earlier microbatches, which are there by then."""
+    for number, table in enumerate(tables):
+        for earlier in np.unique(table.parts.microbatch[table.is_head]).tolist():
+            turns.check(f"{place}, microbatch {number}: the state before a sequence", number, earlier=earlier)
 
 
 def _check_shares(now: Units, then: Units, *, mine: Ints, theirs: Ints, microbatch: int) -> None:

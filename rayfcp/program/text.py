@@ -17,6 +17,10 @@ the rounds of the backward pass, after `encode` those of the exchange, `-` for o
 - `heads`: the ranks that exchange tokens for heads around the rounds, and their tokens.
 - `keeps`: ranges of slot 0 that later microbatches need. `context`: slot:microbatch[span] of what earlier ones left.
 - `window`: of the layers that run the rounds (none, if absent); a line `window 16` begins those of the next kind.
+- `scan`: recurrent layers, whose kind a line `scan halo=3` names. `0:16#0.2+3:6` are rows 0 to 16 of slot 0, part 2 of
+  chain 0, with rows 3 to 6 of the halo buffer; `head` and `tail` parts without tokens, `sequence#chain.part@rows`, a
+  head with `<microbatch`; `chain` the ranks of its parts. `halo >1 13:16@0:3` sends rows to those of rank 1's halo
+  buffer; without a rank they stay. `summary`, `state`, `adjoint` and `state_grad` list the parts in messages.
 - `rows`: those that take features. `kept`: rows of features encoded on this rank @ rows of those placed on it.
 """
 
@@ -33,11 +37,13 @@ from rayfcp.program.instructions import (
     Instruction,
     Load,
     Message,
+    Payload,
     Range,
     RankProgram,
     ReshuffleRound,
     Send,
 )
+from rayfcp.program.scan import ChainEnd, HaloCopy, ScanProgram, Segment
 from rayfcp.values import FULL
 
 
@@ -96,6 +102,52 @@ def _forward_lines(item: Forward) -> Iterator[str]:
     yield from _attention_lines(head, attention.inner)
     for kind in item.others:
         yield from _attention_lines(str(kind.kind), kind.attention.inner)
+    for each in item.scans:
+        yield from _scan_lines(each.scan)
+
+
+def _scan_lines(scan: ScanProgram) -> Iterator[str]:
+    yield f"scan halo={scan.kind.halo}"
+    yield "  " + " ".join(map(_segment, scan.segments))
+    ends = [f"head {_end(each)}<{each.microbatch}" for each in scan.heads]
+    ends += [f"tail {_end(each)}" for each in scan.tails]
+    if ends:
+        yield "  " + " ".join(ends)
+    for number, chain in scan.chains.items():
+        yield f"  chain {number} {','.join(map(str, chain.ranks))}"
+    if scan.halos:
+        yield "  halo " + " ".join(_copy(each, scan.rank) for each in scan.halos)
+    for payload, step in (
+        (Payload.SUMMARY, scan.summaries),
+        (Payload.STATE, scan.states),
+        (Payload.ADJOINT, scan.adjoints),
+        (Payload.STATE_GRAD, scan.state_grads),
+    ):
+        words = [
+            f"{sign}{each.peer} {_items(each.items)}"
+            for sign, way in ((">", step.sends), ("<", step.receives))
+            for each in way
+        ]
+        if words:
+            yield f"  {payload.value} {' '.join(words)}"
+
+
+def _segment(part: Segment) -> str:
+    chain = f"#{part.chain}.{part.part}" if part.chain >= 0 else ""
+    return _ranges([part.rows]) + chain + (f"+{_ranges([part.halo])}" if part.halo[0] < part.halo[1] else "")
+
+
+def _end(part: ChainEnd) -> str:
+    return f"{part.sequence}#{part.chain}.{part.part}@{_ranges([part.rows])}"
+
+
+def _copy(copy: HaloCopy, rank: int) -> str:
+    way = "" if copy.receiver == copy.sender else f">{copy.receiver} " if copy.sender == rank else f"<{copy.sender} "
+    return f"{way}{_ranges(copy.source)}@{_ranges(copy.target)}"
+
+
+def _items(items: Iterable[tuple[int, int]]) -> str:
+    return ",".join(f"{chain}.{part}" for chain, part in items)
 
 
 def _attention_lines(head: str, attention: AttentionProgram) -> Iterator[str]:

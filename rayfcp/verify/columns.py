@@ -18,7 +18,7 @@ from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column
 from rayfcp.program.pieces import Pieces
 from rayfcp.program.programs import Programs
 from rayfcp.program.table import AttentionTable
-from rayfcp.values import LayerKind, SequenceSpec
+from rayfcp.values import LayerKind, SequenceSpec, attends
 from rayfcp.values.arrays import Ints, expanded
 from rayfcp.verify.polynomials import PRIME, Point, Residues, Totals, folded, less, prefix_sums, times
 
@@ -39,7 +39,8 @@ def check_columns(programs: Programs, sequences: Sequence[SequenceSpec]) -> None
             where = f"microbatch {number}, {kind}"
             _check_loads(table, pieces, where=where)
             _check_context(tables, number, where=where)
-            _check_pairs(table, kind, where=where)
+            if attends(kind):
+                _check_pairs(table, kind, where=where)
 
 
 def _check_places(pieces: Sequence[Pieces], sequences: Sequence[SequenceSpec]) -> None:
@@ -72,16 +73,13 @@ def _name(table: AttentionTable, unit: int) -> str:
 
 def _check_loads(table: AttentionTable, pieces: Pieces, *, where: str) -> None:
     """The ranks of each unit together load what lies in its slot 0, in its order, padding where nothing."""
-    sets, units, counts = table.sets, table.units, np.diff(pieces.first)
+    sets = table.sets
     row, unit = sets.rows(table.slots.set[table.slots.first[:-1]])
-    held = _runs(unit, sets.sequence[row], sets.start[row], sets.stop[row])
-    padded = np.flatnonzero(counts == 0)
-    rank = np.append(np.repeat(np.arange(units.num_ranks), counts), padded)
-    padding = (padding_number(padded), np.zeros_like(padded), np.ones_like(padded))
-    loaded = [np.append(column, more) for column, more in zip(pieces[1:], padding, strict=True)]
+    held = runs_of((unit, sets.sequence[row], sets.start[row], sets.stop[row]))
+    rank, *loaded = loaded_by(pieces)
     unit, position = (each[rank] for each in table.place_of_rank)
     order = np.lexsort((position, unit))
-    found = _runs(*(column[order] for column in (unit, *loaded)))
+    found = runs_of([column[order] for column in (unit, *loaded)])
     size = min(len(held), len(found))
     wrong = np.append((held[:size] != found[:size]).any(axis=1), len(held) != len(found))
     if wrong.any():
@@ -93,8 +91,19 @@ def _check_loads(table: AttentionTable, pieces: Pieces, *, where: str) -> None:
         )
 
 
-def _runs(unit: Ints, sequence: Ints, start: Ints, stop: Ints) -> Column:
-    """Rows of tokens, those that continue each other joined."""
+def loaded_by(pieces: Pieces) -> tuple[Ints, Ints, Ints, Ints]:
+    """Rank, sequence, start and stop of all that is loaded, in the order of each rank's slot 0, padding last."""
+    counts = np.diff(pieces.first)
+    padded = np.flatnonzero(counts == 0)
+    rank = np.append(np.repeat(np.arange(len(counts)), counts), padded)
+    padding = (padding_number(padded), np.zeros_like(padded), np.ones_like(padded))
+    sequence, start, stop = (np.append(column, more) for column, more in zip(pieces[1:], padding, strict=True))
+    return rank, sequence, start, stop
+
+
+def runs_of(columns: Sequence[Ints]) -> Column:
+    """Rows of tokens (unit, sequence, start, stop), those that continue each other joined."""
+    unit, sequence, start, stop = columns
     goes_on = (unit[1:] == unit[:-1]) & (sequence[1:] == sequence[:-1]) & (start[1:] == stop[:-1])
     opens, closes = np.append(True, ~goes_on)[: len(unit)], np.append(~goes_on, True)[: len(unit)]
     return np.stack((unit[opens], sequence[opens], start[opens], stop[closes]), axis=1)

@@ -23,6 +23,7 @@ from rayfcp.values import (
 from rayfcp.verify.columns import check_columns
 from rayfcp.verify.features import check_features
 from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
+from rayfcp.verify.scans import check_scans
 
 
 def check_pipelines(plan: BatchPlan, *, cluster: ClusterSpec) -> None:
@@ -195,7 +196,8 @@ def check_plan(
     """Prove a plan.
 
     Each token of each sequence is placed once; each visible (query, key) pair is computed once,
-    forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
+    forward and backward; each partial gradient reaches its owner once; the parts of each sequence in recurrent
+    layers cover it once, in order, with the tokens before them; rounds are matchings; no rank
     holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
     pacing has buffers; images, if any are encoded (as they must be where `cost` has an encoder), are encoded once
     each, and each of their tokens gets its features once; no rank can deadlock; blocks lie in the
@@ -227,11 +229,12 @@ def check_programs(programs: Programs, sequences: Sequence[SequenceSpec]) -> Non
     """Prove the programs of all ranks and stages.
 
     Raises:
-        ValueError: instructions, tokens, images, features, pairs or gradients are missing, double or out of order,
-            or a rank would wait forever.
+        ValueError: instructions, tokens, images, features, pairs, states or gradients are missing, double or out of
+            order, or a rank would wait forever.
     """
     check_progress(programs)
     check_columns(programs, sequences)
+    check_scans(programs, sequences)
     check_features(programs, sequences)
 
 
