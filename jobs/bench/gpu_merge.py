@@ -106,7 +106,7 @@ def _drawn(case: MergeCase, *, device: torch.device, dtype: str) -> list[Part]:
 
 def _merged(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     _, first, _ = parts[0]
-    merged = MergedAttention(first)
+    merged = MergedAttention(first, value_dim=first.shape[2])
     for ranges, out, lse in parts:
         merged.add(ranges, out.clone(), lse=lse.clone())  # the first is merged into in place
     return merged.result(torch.float64)

@@ -7,10 +7,11 @@ from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from rayfcp.config import ConfigError
 from rayfcp.config.loading import read_mapping, read_yaml
+from rayfcp.cost.layers import layers_of_file
 from rayfcp.values import HardwareProfile, LayerKind, ModelProfile, VisionProfile
 
 
@@ -35,6 +36,10 @@ SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
 TEXTS = {"name", "source"}
 WINDOWS = "layer_windows"
 """Key of files for the field `kind_of_layer`: keys that a query sees in each layer, itself included; 0 for all."""
+LAYERS = "layers"
+"""Key of files for layers that differ (`rayfcp.cost.layers`), in place of the fields of `EQUAL`."""
+EQUAL: tuple[str, ...] = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "head_norms", WINDOWS)
+EQUAL += ("num_experts", "experts_per_token", "shared_ffn_size")
 SECTIONS = {"vision": VisionProfile}
 
 
@@ -90,6 +95,9 @@ class Shipped(Mapping[str, P], Generic[P]):
         if self._kind is HardwareProfile and sources:
             values["source"] = "; ".join(f"{name}: {text}" for name, text in sources.items())
         _check(values, where=where)
+        if LAYERS in values:
+            layers = layers_of_file(values.pop(LAYERS), hidden_size=values.pop("hidden_size"), where=where)
+            return cast(P, ModelProfile.of_layers(layers, **values)), sources
         if WINDOWS in values:
             values["kind_of_layer"] = tuple(LayerKind(window=each) for each in values.pop(WINDOWS))
         return self._kind(**values), sources
@@ -101,6 +109,8 @@ def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dic
     for own in ("adapter", "num_outputs"):  # those of a run, not of a model
         fields.pop(own, None)
     given = dict(raw)
+    if kind is ModelProfile:
+        _drop(fields, EQUAL if LAYERS in given else (LAYERS,), given=given, where=where)
     sources = _sources(given.pop("sources", {}), fields, where=where)
     for key in given:
         if key not in fields:
@@ -113,6 +123,18 @@ def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dic
         values[key], texts = _section(key, given[key], where=where)
         sources |= {f"{key}.{name}": text for name, text in texts.items()}
     return values, sources
+
+
+def _drop(fields: dict[str, Any], names: Iterable[str], *, given: Mapping[str, Any], where: str) -> None:
+    """Drop fields of files that say the same in another way.
+
+    Raises:
+        ConfigError: one of them is given beside `layers`.
+    """
+    for name in names:
+        if name in given:
+            raise ConfigError(f"{where}: {name} is given beside layers, whose shapes say it; give one of the two")
+        fields.pop(name)
 
 
 def _section(key: str, raw: object, *, where: str) -> tuple[Any, dict[str, str]]:
@@ -160,6 +182,8 @@ def _value(key: str, value: object, *, field: Any, where: str) -> object:
     kind: Callable[[Any], object] = field.type
     if key in TEXTS:
         return str(value)
+    if key == LAYERS:
+        return value
     if key == WINDOWS:
         if not isinstance(value, list) or not all(isinstance(each, int) and each >= 0 for each in value):
             raise ConfigError(f"{where}: {key} is {value!r}, must be a list of whole numbers of at least 0; correct it")

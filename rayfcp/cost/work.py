@@ -73,7 +73,7 @@ def layout_work(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks:
     pairs, moved = keys * queries, keys
     runs, tokens = held.totals()
     own_pairs = _sums(runs, tokens * (tokens + 1) / 2, num_runs)
-    if kinds := next(iter(by_id.values())).layer_kinds:
+    if kinds := tuple(each for each in next(iter(by_id.values())).layer_kinds if each[1]):
         pairs, moved = held.visible(target[owner], carried, kinds=kinds)
         sides *= np.divide(moved, keys)
         of_blocks = [by_id[block.sequence].block_pairs(block.start, block.stop) for block in layout.blocks]

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.kept import KeptResults
+from rayfcp.models.latent import up_projection
 from rayfcp.values import FULL, LayerKind, attends
 
 IMPLEMENTATION = "rayfcp"
@@ -46,7 +47,8 @@ def _attend(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out, as the library defines it."""
+    """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, value_dim]` out, as the library defines it; keys and
+    values may be latents (`rayfcp.models.latent`)."""
     carried: Carried | None = keywords.get(KEYWORD)
     if carried is None:
         raise ValueError(
@@ -61,6 +63,7 @@ def _attend(
         dtype = torch.get_autocast_dtype(device)  # norms and rotation leave queries and keys in a wider one
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     options: dict[str, Any] = {"softcap": keywords.get("softcap") or 0.0, "sinks": keywords.get("s_aux")}
+    options["up_projection"] = up_projection(module, query)
     return attention(query, key, value, context, scale=scaling, **options).unsqueeze(0), None
 
 

@@ -20,6 +20,7 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.losses.base import Targets, wide
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
+from rayfcp.models.latent import send_latents
 from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import text_of
 from rayfcp.models.recurrence_hook import hook_recurrence
@@ -115,6 +116,7 @@ class CausalLM(StageModule):
         self.is_tied = is_tied(model)
         cut(model, self.stage)
         numbers = range(self.stage.start, self.stage.stop)
+        send_latents(self.layers)
         kinds = kinds_of_layers(text_of(model.config))
         follow_context(dict(zip(numbers, self.layers, strict=True)), kinds=kinds)
         hook_recurrence(model)

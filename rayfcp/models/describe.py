@@ -62,12 +62,8 @@ def model_config(
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
-    if found.sub_configs and found.model_type not in VISION_FAMILIES:
-        field, value = ("path", config.path) if config.path else ("architecture.model_type", found.model_type)
-        raise ConfigError(
-            f"model.{field} is {value!r}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text "
-            f"runs, and images with {', '.join(VISION_FAMILIES)}; choose another model"
-        )
+    field, value = ("path", config.path) if config.path else ("architecture.model_type", found.model_type)
+    check_text_only(found, given=f"model.{field} is {value!r}")
     # Families have default padding ids, which smaller vocabularies do not contain; packing needs none.
     text = text_of(found)
     if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
@@ -81,6 +77,18 @@ def model_config(
             raise ConfigError(f"model: vision_feature_layer is {layer}, must be -1, the encoder's last; set it to -1")
         _check_dropout(found.vision_config)
     return found
+
+
+def check_text_only(found: PreTrainedConfig, *, given: str) -> None:
+    """
+    Raises:
+        ConfigError: The model, which is `given` by the user, has parts that neither text nor a known encoder needs.
+    """
+    if found.sub_configs and found.model_type not in VISION_FAMILIES:
+        raise ConfigError(
+            f"{given}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text runs, and images with "
+            f"{', '.join(VISION_FAMILIES)}; choose another model"
+        )
 
 
 def configured_model(config: Config, *, vocab_size: int) -> PreTrainedConfig:
@@ -179,12 +187,20 @@ def check_runs(found: PreTrainedConfig) -> None:
         )
 
 
+def dropout_keys(found: PreTrainedConfig) -> list[str]:
+    """Keys of rates of dropout that are not 0, under all names that families give them; that of classification heads
+    is not used."""
+    rates = {name: value for name, value in vars(found).items() if "drop" in name and isinstance(value, int | float)}
+    return [
+        name
+        for name, value in rates.items()
+        if value and not isinstance(value, bool) and not name.startswith(("classifier", "summary"))
+    ]
+
+
 def _check_dropout(found: PreTrainedConfig) -> None:
-    """Check all names that families give it; dropout of classification heads is not used."""
-    for name, value in vars(found).items():
-        is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-        if "drop" in name and not name.startswith(("classifier", "summary")) and is_rate and value:
-            raise ConfigError(f"model: {name}={value}, must be 0; set it to 0 in the model's config")
+    for name in dropout_keys(found):
+        raise ConfigError(f"model: {name}={getattr(found, name)}, must be 0; set it to 0 in the model's config")
 
 
 def _from_path(path: str) -> PreTrainedConfig:
@@ -280,7 +296,7 @@ def _around(config: PreTrainedConfig, *, freeze_vision: bool, lora: LoraConfig |
     """Fields of a profile that the language model's configuration does not tell."""
     has_adapters, family = lora is not None and lora.rank is not None, vision_family(config)
     return {
-        "tied_embeddings": bool(config.tie_word_embeddings) and not has_reward_head(config),
+        "tied_embeddings": bool(getattr(config, "tie_word_embeddings", False)) and not has_reward_head(config),
         "num_outputs": 1 if has_reward_head(config) else None,
         "vision": None if family is None else family.profile(config, frozen=freeze_vision or has_adapters),
         "adapter": lora_module().adapter_profile(config, lora) if has_adapters else None,

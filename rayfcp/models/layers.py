@@ -6,8 +6,8 @@ from rayfcp.config import ConfigError
 from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Keys of the number of experts, and of those that a token passes, by family."""
 
@@ -20,6 +20,11 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     """
     check_recurrence(config)
     types = getattr(config, "layer_types", None) or []
+    if _INDEXED in types:
+        raise ConfigError(
+            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, but a rank has a "
+            "part of them; choose another model, such as deepseek_v3"
+        )
     unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(
@@ -52,7 +57,7 @@ def layers_of_each_type(config: PreTrainedConfig) -> int:
 
 def num_experts(config: PreTrainedConfig) -> int:
     """Experts of a layer, 0 if the model has none."""
-    return max(int(getattr(config, name, None) or 0) for name in _EXPERT_COUNTS)
+    return max(int(getattr(config, name, None) or 0) for name in EXPERT_COUNTS)
 
 
 def check_experts(config: PreTrainedConfig) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.models.layers import layers_of_each_type, num_experts
+from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, layers_of_each_type, num_experts
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 HEADS = 2
 FFN_SIZE = 64
+NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
+_LATENT_SIZES = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20}
 """Sizes of `narrowed` models."""
 
 
@@ -135,8 +137,8 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as contain one
-    of each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
+    """A copy with few layers, heads, experts and words, narrow MLPs and short windows; at least as many layers as
+    contain one of each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
     heads stay grouped. A vision encoder is narrowed too."""
     family = vision_family(config)
     if family is not None:
@@ -149,15 +151,22 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
         tiny.num_key_value_heads = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if getattr(config, name, None) is not None:
-            setattr(tiny, name, FFN_SIZE)
+    for name, value in _narrow_sizes(config).items():
+        if getattr(config, name, None):
+            setattr(tiny, name, value)
     if config.model_type in RECURRENT:
         for name, value in RECURRENT[config.model_type].narrow(tiny).items():
             setattr(tiny, name, value)
     tiny.vocab_size = VOCAB_SIZE
-    if getattr(config, "sliding_window", None):
-        tiny.sliding_window = min(tiny.sliding_window, WINDOW)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(tiny, name, None)
     return tiny
+
+
+def _narrow_sizes(config: PreTrainedConfig) -> dict[str, int]:
+    """Values of those keys that a configuration sets. Experts in groups keep their number."""
+    widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), FFN_SIZE)
+    is_grouped = (getattr(config, "n_group", None) or 1) > 1
+    count = num_experts(config) if is_grouped else min(num_experts(config), max(NUM_EXPERTS, experts_per_token(config)))
+    others = {"first_k_dense_replace": 1, "sliding_window": min(getattr(config, "sliding_window", None) or 0, WINDOW)}
+    return widths | dict.fromkeys(EXPERT_COUNTS, count) | _LATENT_SIZES | others

@@ -110,9 +110,11 @@ def _check_layers(library: Any, lora: LoraConfig) -> None:
         inner = {id(module) for layer in layers for module in layer.modules()}
         outer = next(name for name, module in wrapped.items() if id(module) not in inner)
         raise _refused(lora, f"{outer} is not in a layer of the decoder")
-    other = next((number for number, names in enumerate(inside) if names != inside[0]), None)
+    own = [{library_name(name) for name, _ in layer.named_parameters() if MARK not in name} for layer in layers]
+    alike = [own.index(each) for each in own]
+    other = next((number for number, names in enumerate(inside) if names != inside[alike[number]]), None)
     if other is not None:
-        raise _refused(lora, f"layers 0 and {other} have different ones, all must have the same")
+        raise _refused(lora, f"layers {alike[other]} and {other} have different ones, equal layers must have the same")
     plain = next((name for name, module in wrapped.items() if type(module.get_base_layer()) is not nn.Linear), None)
     if plain is not None:
         raise _refused(lora, f"{plain} is a {type(wrapped[plain].get_base_layer()).__name__}, must be a linear layer")
@@ -123,8 +125,8 @@ def _check_layers(library: Any, lora: LoraConfig) -> None:
 
 def _refused(lora: LoraConfig, why: str) -> ConfigError:
     return ConfigError(
-        f"model.lora.targets is {', '.join(lora.targets)}, {why}; name linear layers that all decoder layers have, or "
-        f"{_ALL}"
+        f"model.lora.targets is {', '.join(lora.targets)}, {why}; name linear layers of decoder layers, the same in "
+        f"equal ones, or {_ALL}"
     )
 
 
@@ -154,21 +156,24 @@ def set_norms(model: nn.Module) -> None:
 
 
 def adapter_profile(config: PreTrainedConfig, lora: LoraConfig) -> AdapterProfile:
-    """Sizes of the adapters for the cost model.
+    """Sizes of the adapters for the cost model, in the mean over layers.
 
     Raises:
         ConfigError: As `inject`.
     """
     library = library_on_meta(config)
     inject(library, lora)
-    first = decoder_layers(library.get_decoder())[0]
-    wrapped = [module for module in first.modules() if isinstance(module, LoraLayer)]
+    layers = decoder_layers(library.get_decoder())
+    wrapped = [module for module in layers.modules() if isinstance(module, LoraLayer)]
     # Products with A; DoRA keeps the outputs of both branches too.
     kept = sum(module.r[ADAPTER] + 2 * lora.dora * module.out_features for module in wrapped)
-    trained = sum(each.numel() for each in first.parameters() if each.requires_grad)
+    trained = sum(each.numel() for each in layers.parameters() if each.requires_grad)
     sizes = [module.in_features * module.out_features for module in wrapped] if lora.quantize is not None else [0]
     return AdapterProfile(
-        layer_parameters=trained, token_elements=kept, packed_parameters=sum(sizes), largest_packed=max(sizes)
+        layer_parameters=trained // len(layers),
+        token_elements=kept // len(layers),
+        packed_parameters=sum(sizes) // len(layers),
+        largest_packed=max(sizes),
     )
 
 

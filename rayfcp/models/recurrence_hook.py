@@ -144,8 +144,8 @@ def _lightning(context: AttentionContext, mixer: Any, hidden_states: Tensor, **_
     """MiniMax's lightning attention, which is a method and no function: a constant decay by head."""
     mixed = mixer.act_fn(mixer.qkv_proj(hidden_states.squeeze(0))).unflatten(-1, (mixer.num_attention_heads, -1))
     decay = -mixer.slope_rate.flatten().expand(len(mixed), -1)
-    parts = mixed.split(mixer.head_dim, dim=-1)
-    out = linear_recurrence(*parts, decay, context=context, kind=_kind(context))
+    query, key, value = mixed.split(mixer.head_dim, dim=-1)
+    out = linear_recurrence(query, key, value, decay, context=context, kind=_kind(context))
     gate = F.sigmoid(mixer.output_gate(hidden_states))
     return mixer.out_proj(gate * mixer.norm(out.flatten(1).unsqueeze(0))), None
 

@@ -56,11 +56,8 @@ def decoder_modules(config: PreTrainedConfig, *, num_layers: int) -> list[nn.Mod
         if len(layers) != num_layers:
             raise ValueError(f"num_hidden_layers={num_layers} makes {len(layers)}")
         return list(layers)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"model: {config.model_type} layers cannot be made ({type(error).__name__}: {first}); choose another model"
-        ) from error
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise _not_made(config, error, what="layers cannot be made") from error
 
 
 def layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
@@ -71,8 +68,22 @@ def layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
     tokens pass in the same way.
 
     Raises:
-        ConfigError: The library cannot create its layers, or they do not say what mixes their tokens.
+        ConfigError: The library cannot create its layers, or its configuration does not say what mixes their tokens.
     """
+    try:
+        return _layer_profiles(config)
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise _not_made(config, error, what="the shapes of its layers cannot be read") from error
+
+
+def _not_made(config: PreTrainedConfig, error: Exception, *, what: str) -> ConfigError:
+    first = (str(error).splitlines() or [""])[0]
+    return ConfigError(f"model: {config.model_type} {what} ({type(error).__name__}: {first}); choose another model")
+
+
+def _layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
     kinds = _kinds(config)
     modules = decoder_modules(config, num_layers=1 if _are_equal(config, kinds) else len(kinds))
     if len(modules) == 1:
@@ -93,7 +104,7 @@ def layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
 
 def _kinds(config: Any) -> tuple[LayerKind, ...]:
     if config.model_type == "mamba2":  # its configuration has neither attention nor types of layers
-        return (RecurrentKind(halo=config.conv_kernel - 1),) * config.num_hidden_layers
+        return (RecurrentKind(halo=config.conv_kernel - 1),) * int(config.num_hidden_layers)
     return kinds_of_layers(config) or (FULL,) * int(config.num_hidden_layers)
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import ConfigError
 from rayfcp.models.library import with_layers
+from rayfcp.models.recurrent import recurrence_of
 
 _LAYERS = "layers.*."
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -33,11 +34,16 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """
     Raises:
-        ConfigError: Heads, KV heads or MLP do not divide evenly, or the library has no plan for the family, or one
-            with other styles.
+        ConfigError: Heads, KV heads or MLP do not divide evenly, layers are recurrent, or the library has no plan for
+            the family, or one with other styles.
     """
     if tensor_parallel == 1:
         return
+    if recurrence_of(config) is not None:
+        raise ConfigError(
+            f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}, whose recurrent layers "
+            "are not split; set it to 1"
+        )
     for name in _DIVIDED:
         count = getattr(config, name, None) or config.num_attention_heads
         if count % tensor_parallel:

@@ -13,9 +13,10 @@ sequence of a single segment needs nothing from others. With parts 0 to n - 1, S
 4. The owners of parts 0 to n - 2 get dS[i + 1], the gradient of their own final state (`Payload.STATE_GRAD`).
 
 The distinct ranks of a chain, in the order of their first parts, fold it: of m ranks the one at position j has the
-heads `[H j // m, H (j + 1) // m)` of H, possibly none. That is two rounds whatever the degree, in which a rank moves
-|T| + 2 |U| for each of its parts. In a chain over two ranks each folds all heads for itself (`Chain.gathered`), and
-rounds 2 and 4 move nothing.
+heads `[H j // m, H (j + 1) // m)` of H. Where ranks outnumber heads, those that would share a head share its columns,
+which T does not mix: each has T whole, and c ranks to a head move c |T| + 2 |U| for each of their parts, others
+|T| + 2 |U|. That is two rounds whatever the degree (`jobs/bench/scan.py` compares a tree). In a chain over two ranks
+each folds all heads for itself (`Chain.gathered`), and rounds 2 and 4 move nothing.
 
 Slices of a pipeline: a chain may begin with a *head*, a part without tokens that stands for the state which an earlier
 microbatch left on a rank: its U. It may end with a *tail*, a part without tokens, whose S is kept by a rank for a later
@@ -29,6 +30,7 @@ added (`Payload.HALO_GRAD`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rayfcp.program.instructions import Range
 from rayfcp.values import RecurrentKind
@@ -57,6 +59,13 @@ class ChainEnd:
     microbatch: int = -1
 
 
+class Share(NamedTuple):
+    """Heads of a layer, and columns of the state of each, which are those of values; possibly none."""
+
+    heads: Range
+    columns: Range
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """A sequence in several parts. `ranks[i]`: that of part i. `folders`: the ranks that fold, in order."""
@@ -69,18 +78,23 @@ class Chain:
         """Each of the ranks folds all heads for itself."""
         return len(self.folders) <= 2
 
-    def heads(self, rank: int, *, num_heads: int) -> Range:
-        """The heads that a rank folds."""
+    def share(self, rank: int, *, num_heads: int, num_columns: int) -> Share:
+        """What a rank folds."""
         if self.gathered:
-            return 0, num_heads
+            return Share((0, num_heads), (0, num_columns))
         at, count = self.folders.index(rank), len(self.folders)
-        return num_heads * at // count, num_heads * (at + 1) // count
+        if count <= num_heads:
+            return Share((num_heads * at // count, num_heads * (at + 1) // count), (0, num_columns))
+        head = num_heads * at // count
+        first, last = (-(-each * count // num_heads) for each in (head, head + 1))  # those of the same head
+        begin, end = (num_columns * each // (last - first) for each in (at - first, at - first + 1))
+        return Share((head, head + 1), (begin, end)) if begin < end else Share((0, 0), (0, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMessage:
     """All that travels of a round between this rank and rank `peer` in one direction: of each (chain, part) of `items`
-    the heads that the end which folds has. Both ends have the same items in the same order. Where those are no heads of
+    the share that the end which folds has. Both ends have the same items in the same order. Where that is nothing of
     any item, which both ends know, nothing is sent."""
 
     peer: int

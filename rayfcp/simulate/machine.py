@@ -95,7 +95,15 @@ class Machine:
         return shape.expansion_flops / self._linear_flops
 
     def linear_s_per_token(self, shape: LayerProfile) -> float:
-        return self.model.linear_flops_of([shape]) / self._linear_flops
+        """Seconds of a token in matrices; those of recurrences are in the rounds of these (`rayfcp.simulate.scans`)."""
+        return self._matmul_flops(shape) / self._linear_flops
+
+    def _matmul_flops(self, shape: LayerProfile) -> int:
+        return self.model.linear_flops_of([shape]) - shape.token_flops
+
+    def linear_seconds(self, flops: Floats | float) -> Floats | float:
+        """Seconds of so many FLOPs outside attention."""
+        return flops / self._linear_flops
 
     def linear_backward_s(self, shape: LayerProfile) -> float:
         """Seconds of a token's linear work in backward, in which its own latent is expanded again."""
@@ -113,7 +121,7 @@ class Machine:
 
     def before_share(self, shape: LayerProfile) -> float:
         """Share of a layer's linear work that comes before tokens mix: queries, keys and values."""
-        return 2 * shape.before_parameters / (self.model.linear_flops_of([shape]) or 1)
+        return 2 * shape.before_parameters / (self._matmul_flops(shape) or 1)
 
     def kv_bytes_per_token(self, shape: LayerProfile) -> int:
         """Keys and values, or what travels in place of them."""

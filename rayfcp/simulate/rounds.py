@@ -15,6 +15,7 @@ from rayfcp.program.table import AttentionTable
 from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
+from rayfcp.simulate.scans import ScanRound, ScanWork, kind_of, recurrences, rounds_of
 from rayfcp.simulate.script import HopKey
 from rayfcp.values import LayerProfile
 from rayfcp.values.arrays import Floats, Ints, expanded
@@ -24,7 +25,8 @@ from rayfcp.values.arrays import Floats, Ints, expanded
 class AttentionTraffic:
     """All passes (`Machine.number`), those of kinds that a stage lacks as well; behind them, where images are
     encoded, the exchanges of features (`Machine.features_number`). `message_bytes` and `message_pass` by message.
-    `pairs[pass, device]`, in pairs of all heads, and `attend_s[pass, device]` of one layer, without exchanges."""
+    `pairs[pass, device]`, in pairs of all heads, and `attend_s[pass, device]` of one layer, without exchanges, with its
+    recurrences."""
 
     rounds: Rounds
     messages: Messages
@@ -40,21 +42,26 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
     Raises:
         ValueError: the programs lack a kind of the model's layers.
     """
-    attending = [each.kind for each in machine.shapes if each.attention]
-    if not set(attending) <= programs.attention.keys():
+    attending = {shape.kind for shape in machine.shapes if shape.attention}
+    recurrent = {kind_of(mixer) for shape in machine.shapes for mixer in recurrences(shape)}
+    if not attending | recurrent <= programs.attention.keys() | programs.scans.keys():
         raise ValueError(
             f"programs are of layers with {list(map(str, programs.layer_kinds))}, the model has "
-            f"{list(map(str, attending))}; give sequences the model's layer_kinds and lower again"
+            f"{list(map(str, sorted(attending | recurrent)))}; give sequences the model's layer_kinds and lower again"
         )
     builder = _Builder(machine=machine)
     for microbatch in range(programs.num_microbatches):
         of_kinds = {kind: _Work.of(programs.attention[kind][microbatch]) for kind in attending}
+        scans = {kind: ScanWork.of(tables[microbatch]) for kind, tables in programs.scans.items()}
         for backward in (False, True):
             for shape in machine.shapes:
-                if shape.attention:
-                    builder.add_pass(of_kinds[shape.kind], shape=shape, backward=backward)
-                else:
-                    builder.add_nothing()
+                mixers = [(scans[kind_of(mixer)], mixer) for mixer in recurrences(shape)]
+                steps = [
+                    each
+                    for work, mixer in mixers
+                    for each in rounds_of(work, mixer, machine=machine, backward=backward)
+                ]
+                builder.add_pass(of_kinds.get(shape.kind), shape=shape, scans=steps, backward=backward)
     if any(programs.encodes):
         for encodes in programs.encodes:
             for backward in (False, True):
@@ -127,6 +134,17 @@ class _Sent(NamedTuple):
         return _Sent(self.source[order], self.target[order], self.round[order], self.moved[order])
 
 
+class _Part(NamedTuple):
+    """Rounds of a pass, `number` of each rank, one rank after the other, and their messages."""
+
+    number: Ints
+    rank: Ints
+    category: Ints
+    compute_s: Floats
+    pairs: Floats
+    sent: _Sent
+
+
 @dataclass(slots=True, kw_only=True)
 class _Builder:
     """Rounds and messages of one stage, pass by pass; rounds are numbered over all passes and ranks."""
@@ -143,8 +161,26 @@ class _Builder:
     ends: list[Ints] = field(default_factory=list)
     sent: list[_Sent] = field(default_factory=list)
 
-    def add_pass(self, work: _Work, *, shape: LayerProfile, backward: bool) -> None:
-        """A pass; an exchange of heads is one round, all of its messages at once, before and after the others."""
+    def add_pass(self, work: _Work | None, *, shape: LayerProfile, scans: Sequence[ScanRound], backward: bool) -> None:
+        """A pass: rounds of recurrences, in which all ranks take part, and those of attention, if any."""
+        part = self._attention(work, shape=shape, backward=backward) if work else self._nothing()
+        num_ranks, count = self.machine.num_ranks, len(scans)
+        order = np.argsort(np.append(np.repeat(np.arange(num_ranks), count), part.rank), kind="stable")
+        compute_s = np.concatenate([np.array([each.compute_s for each in scans]).T.ravel(), part.compute_s])
+        self.category.append(np.append(np.full(num_ranks * count, RING), part.category)[order])
+        self.compute_s.append(compute_s[order])
+        attend_s = sum((each.compute_s for each in scans), np.zeros(num_ranks))
+        self.attend_s.append(attend_s + np.bincount(part.rank, part.compute_s, minlength=num_ranks))
+        self.pairs.append(np.bincount(part.rank, part.pairs, minlength=num_ranks).astype(np.float64))
+        sent = [part.sent._replace(round=part.sent.round + count)]
+        for number, each in enumerate(scans):
+            source, target = np.nonzero(each.moved)
+            sent.append(_Sent(source, target, np.full_like(source, number), each.moved[source, target]))
+        self._finish(_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))), part.number + count)
+
+    def _attention(self, work: _Work, *, shape: LayerProfile, backward: bool) -> _Part:
+        """Rounds of attention; an exchange of heads is one round, all of its messages at once, before and after the
+        others."""
         machine, unit, units = self.machine, work.unit, work.table.units
         by_heads, degree = units.by_heads[unit], units.degree[unit].astype(np.float64)
         inner = work.num_rounds(backward=backward)[unit]
@@ -159,25 +195,30 @@ class _Builder:
         per_pair_s = machine.attention_s_per_pair(shape) * (ATTENTION_BACKWARD if backward else 1.0)
         expansion_s = machine.expansion_s_per_token(shape) * (EXPANSION_BACKWARD if backward else 1.0)
         seconds = per_pair_s * (pairs + sides * machine.hardware.attention_half_tokens) + expansion_s * brought
-        seconds *= machine.slowness[rank]
-        self.category.append(np.where(by_heads[rank] & ((step < 0) | (step == inner[rank])), ALL_TO_ALL, RING))
-        self.compute_s.append(seconds)
-        for rows, values in ((self.attend_s, seconds), (self.pairs, pairs)):
-            rows.append(np.bincount(rank, values, minlength=machine.num_ranks).astype(np.float64))
         sent = [
             self._rounds(work, shape=shape, backward=backward),
             *self._exchanges(work, inner, shape=shape, backward=backward),
         ]
-        self._finish(_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))), inner + 2 * by_heads)
+        return _Part(
+            number=inner + 2 * by_heads,
+            rank=rank,
+            category=np.where(by_heads[rank] & ((step < 0) | (step == inner[rank])), ALL_TO_ALL, RING),
+            compute_s=seconds * machine.slowness[rank],
+            pairs=pairs,
+            sent=_Sent(*(np.concatenate(columns) for columns in zip(*sent, strict=True))),
+        )
 
-    def add_nothing(self) -> None:
-        """The pass of layers without attention, which has no rounds."""
-        none, counts = np.zeros(0, np.int64), np.zeros(self.machine.num_ranks, np.int64)
-        self.category.append(none)
-        self.compute_s.append(np.zeros(0))
-        for rows in (self.attend_s, self.pairs):
-            rows.append(np.zeros(self.machine.num_ranks))
-        self._finish(_Sent(none, none, none, np.zeros(0)), counts)
+    def _nothing(self) -> _Part:
+        """Layers without attention."""
+        ints, floats = np.zeros(0, np.int64), np.zeros(0)
+        return _Part(
+            number=np.zeros(self.machine.num_ranks, np.int64),
+            rank=ints,
+            category=ints,
+            compute_s=floats,
+            pairs=floats,
+            sent=_Sent(ints, ints, ints, floats),
+        )
 
     def add_exchange(self, encodes: Sequence[Encode], *, backward: bool) -> None:
         """Features, or (`backward`) their gradients, which a frozen encoder has none of."""

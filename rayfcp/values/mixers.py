@@ -180,7 +180,7 @@ class AttentionProfile(MixerProfile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceProfile(MixerProfile):
-    """A recurrence with a state of `num_heads` x `key_dim` x `value_dim`, or, of `key_dim` 0, a short convolution alone.
+    """A recurrence with a state of `num_heads` x `key_dim` x `value_dim`, or, with `key_dim` 0, a convolution alone.
 
     `transition_size`: numbers of a head's T: `key_dim`^2 where it is a matrix (delta rules), `key_dim` where it is
     diagonal, 1 where it is a scalar, 0 where it is a constant. `conv_channels`: of the causal convolution before it, 0

@@ -14,7 +14,8 @@ from tests.masks import kinds
 NAMED_MODELS = [
     *("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b"),
     *("gpt-7b", "gpt-13b", "gpt-30b", "internvl3-2b", "internvl3-8b", "internvl2.5-4b"),
-    *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b"),
+    *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "gpt-oss-20b", "gpt-oss-120b"),
+    *(UNEQUAL := ("deepseek-v3", "qwen3-next-80b-a3b", "nemotron-h-8b", "kimi-linear-48b-a3b")),
 ]
 NAMED_HARDWARE = ["ascend-910c", "a800", "h100", "h200", "gpu-x", "gpu-y", "cpu"]
 
@@ -44,9 +45,12 @@ def test_all_profiles_are_there() -> None:
 def test_each_figure_of_a_model_has_a_source(name: str) -> None:
     sources = MODELS.sources(name)
     of_experts = {"num_experts", "experts_per_token", "shared_ffn_size"}
-    unnamed = {"kind_of_layer"} | (of_experts if not MODELS[name].has_experts else set())
+    unnamed = {"kind_of_layer", "layers"} | (of_experts if not MODELS[name].has_experts else set())
     of_vision = {f"vision.{field}" for field in figures(VisionProfile)} if name in SEEING else set()
-    expected = (figures(ModelProfile) - unnamed) | of_vision
+    windows = {"layer_windows"} if MODELS[name].layer_kinds else set()
+    expected = (figures(ModelProfile) - unnamed) | of_vision | windows
+    if name in UNEQUAL:
+        expected = {"hidden_size", "vocab_size", "tied_embeddings", "layers"}
     assert set(sources) == expected, "no layer has a window where none is named"
     assert (MODELS[name].vision is not None) == (name in SEEING)
     assert all(len(text) > len("assumed, so") for text in sources.values())
@@ -160,6 +164,7 @@ def test_a_vision_encoder_is_a_section(tmp_path: Path) -> None:
 def written(folder: Path, profile: ModelProfile | HardwareProfile, **changes: object) -> str:
     path = folder / "mine.yaml"
     fields = dataclasses.asdict(profile) | changes
+    fields.pop("layers", None)
     if kind_of_layer := fields.pop("kind_of_layer", ()):
         fields["layer_windows"] = [kind["window"] for kind in kind_of_layer]
     path.write_text(write_yaml({key: value for key, value in fields.items() if value is not None}))

@@ -32,6 +32,7 @@ class Shape:
     head_dim: int
     strided: bool
     seed: int
+    softcap: float = 0.0
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
         """query, gradient of out, then key and value before, key and value own."""
@@ -87,6 +88,8 @@ def dense(shape: Shape, tensors: tuple[Tensor, ...], *, parts: tuple[str, ...]) 
         key, value = (torch.cat([held[part][i].split(held[part][2])[index] for part in parts]) for i in range(2))
         key, value = (t.repeat_interleave(shape.heads // shape.kv_heads, dim=1).transpose(0, 1) for t in (key, value))
         scores = q.transpose(0, 1) @ key.transpose(1, 2) * SCALE
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
         if shape.causal and "own" in parts:
             hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - len(q) + 1)
             scores = scores.masked_fill(hidden, float("-inf"))
@@ -118,7 +121,9 @@ def assert_conforms(kernel: AttentionKernel, shape: Shape, *, dtype: torch.dtype
     out, lse = whole.out.to(device, dtype), whole.lse.to(device, torch.promote_types(dtype, torch.float32))
     dq = torch.zeros_like(whole.grads[0])
     for name, (key, value), lengths, causal in calls:
-        pairs = Pairs(query_lengths=shape.queries, key_lengths=lengths, causal=causal, scale=SCALE)
+        pairs = Pairs(
+            query_lengths=shape.queries, key_lengths=lengths, causal=causal, scale=SCALE, softcap=shape.softcap
+        )
         alone = dense(shape, tensors, parts=(name,))
         found_out, found_lse = kernel.forward(query, key, value, pairs=pairs)
         assert found_out.dtype == dtype and found_lse.dtype == lse.dtype

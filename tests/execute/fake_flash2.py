@@ -32,11 +32,11 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, logsumexp `[heads, queries]`, an empty softmax, the state of dropout."""
-    assert (dropout_p, window_size_left, window_size_right, softcap, return_softmax) == (0.0, -1, -1, 0.0, False)
+    assert (dropout_p, window_size_left, window_size_right, return_softmax) == (0.0, -1, -1, False)
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     varlen_dense.check(q, k, v)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    out, lse = varlen_dense.forward(q, k, v, offsets=offsets, causal=causal, scale=softmax_scale)
+    out, lse = varlen_dense.forward(q, k, v, offsets=offsets, causal=causal, scale=softmax_scale, softcap=softcap)
     return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
 
@@ -66,12 +66,14 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> Tensor:
     """Writes dq, dk, dv; the sum of each row's gradient and output, of no use to others."""
-    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    assert (dropout_p, window_size_left, window_size_right, alibi_slopes) == (0.0, -1, -1, None)
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     varlen_dense.check(q, k, v)
     varlen_dense.check_saved(q, grad_out=dout, out=out, lse=softmax_lse)
     tensors = (dout, q, k, v, out, softmax_lse)
-    found = varlen_dense.backward(tensors, offsets=(cu_seqlens_q, cu_seqlens_k), causal=causal, scale=softmax_scale)
+    found = varlen_dense.backward(
+        tensors, offsets=(cu_seqlens_q, cu_seqlens_k), causal=causal, scale=softmax_scale, softcap=softcap
+    )
     for target, gradient in zip((dq, dk, dv), found, strict=True):
         assert target is not None and target.stride(-1) == 1 and target.dtype == q.dtype
         target.copy_(gradient)

@@ -50,12 +50,12 @@ def _flash_attn_forward(
     unused = (k_new, v_new, qv, out_, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k)
     unused += (rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
     assert all(each is None for each in unused) and rotary_interleaved
-    assert (window_size_left, window_size_right, attention_chunk, softcap, num_splits) == (-1, -1, 0, 0.0, 1)
+    assert (window_size_left, window_size_right, attention_chunk, num_splits) == (-1, -1, 0, 1)
     assert softmax_scale is not None and cu_seqlens_q is not None and cu_seqlens_k is not None and sm_margin >= 0
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     varlen_dense.check(q, k, v)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    out, lse = varlen_dense.forward(q, k, v, offsets=offsets, causal=causal, scale=softmax_scale)
+    out, lse = varlen_dense.forward(q, k, v, offsets=offsets, causal=causal, scale=softmax_scale, softcap=softcap)
     return out, lse, torch.empty(0), torch.empty(0)
 
 
@@ -85,14 +85,14 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Writes dq, dk, dv; the sum of each row's gradient and output, of no use to others."""
     assert sequed_q is None and sequed_k is None and cu_seqlens_q is not None and cu_seqlens_k is not None
-    assert (window_size_left, window_size_right, softcap, deterministic) == (-1, -1, 0.0, False) and sm_margin >= 0
+    assert (window_size_left, window_size_right, deterministic) == (-1, -1, False) and sm_margin >= 0
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     assert softmax_scale is not None
     varlen_dense.check(q, k, v)
     varlen_dense.check_saved(q, grad_out=dout, out=out, lse=softmax_lse)
     tensors = (dout, q, k, v, out, softmax_lse)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    found = varlen_dense.backward(tensors, offsets=offsets, causal=is_causal, scale=softmax_scale)
+    found = varlen_dense.backward(tensors, offsets=offsets, causal=is_causal, scale=softmax_scale, softcap=softcap)
     for target, gradient in zip((dq, dk, dv), found, strict=True):
         assert target is not None and target.stride(-1) == 1 and target.dtype == q.dtype
         target.copy_(gradient)

@@ -26,6 +26,7 @@ def _flash_attn_fwd(
     page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    softcap: float | None = None,
     *,
     return_lse: bool = False,
 ) -> tuple[Any, ...]:
@@ -36,7 +37,9 @@ def _flash_attn_fwd(
     varlen_dense.check(q, k, v)
     assert q.shape[-1] <= 128
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    out, lse = varlen_dense.forward(q, k, v, offsets=offsets, causal=causal, scale=softmax_scale)
+    out, lse = varlen_dense.forward(
+        q, k, v, offsets=offsets, causal=causal, scale=softmax_scale, softcap=softcap or 0.0
+    )
     return out, lse, None, None, None
 
 
@@ -57,11 +60,13 @@ def _flash_attn_bwd(
     max_seqlen_k: int | None = None,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv."""
-    assert cu_seqlens_q is not None and cu_seqlens_k is not None and softmax_scale is not None and not softcap
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None and softmax_scale is not None
     assert (max_seqlen_q, max_seqlen_k) == (varlen_dense.longest(cu_seqlens_q), varlen_dense.longest(cu_seqlens_k))
     varlen_dense.check(q, k, v)
     assert q.shape[-1] <= 128
     varlen_dense.check_saved(q, grad_out=dout, out=out, lse=lse)
     tensors = (dout, q, k, v, out, lse)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    return tuple(varlen_dense.backward(tensors, offsets=offsets, causal=causal, scale=softmax_scale))
+    return tuple(
+        varlen_dense.backward(tensors, offsets=offsets, causal=causal, scale=softmax_scale, softcap=softcap or 0.0)
+    )

@@ -75,11 +75,11 @@ def stepwise(rule: Rule, given: Tensors) -> Tensor:
     """The recurrence of one sequence, token by token, `[tokens, heads, dv]`."""
     state, outs = torch.zeros(rule.heads, DK, DV, dtype=given["value"].dtype), []
     query, key = (given[name].repeat_interleave(rule.heads // rule.key_heads, dim=1) for name in ("query", "key"))
-    for at, written in enumerate(given["value"]):
-        decay = given["log_decay"][at].exp().reshape(rule.heads, -1, 1)
-        state = decay * state
+    for at, value in enumerate(given["value"]):
+        state = given["log_decay"][at].exp().reshape(rule.heads, -1, 1) * state
+        written = value
         if rule.is_delta:
-            written = given["beta"][at].unsqueeze(-1) * (written - torch.einsum("hkv,hk->hv", state, key[at]))
+            written = given["beta"][at].unsqueeze(-1) * (value - torch.einsum("hkv,hk->hv", state, key[at]))
         state = state + torch.einsum("hk,hv->hkv", key[at], written)
         outs.append(SCALE * torch.einsum("hkv,hk->hv", state, query[at]))
     return torch.stack(outs)

@@ -2,8 +2,8 @@
 
     python -m tests.execute.signatures FOLDER
 
-writes them to `signatures.json` from the files in FOLDER: wheels of torch, torch-npu and flash-attn-4 (for any system),
-and checkouts of flash-attention named `flash_attn-2.8.3`. Nothing is imported from them.
+writes them to `signatures.json` from the files in FOLDER: wheels of torch, torch-npu, flash-attn-4 and fla-core (for
+any system), and checkouts of flash-attention and causal-conv1d named `flash_attn-2.8.3`. Nothing is imported from them.
 """
 
 import ast
@@ -34,6 +34,13 @@ CALLED = {
     "torch": {"torchgen/packaged/ATen/native/native_functions.yaml": OPERATORS},
     "torch_npu": {"torch_npu/lib/libtorch_npu.so": ("npu_fusion_attention", "npu_fusion_attention_grad")},
     "flash_attn_4": {"flash_attn/cute/interface.py": ("_flash_attn_fwd", "_flash_attn_bwd")},
+    "fla_core": {
+        "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
+        "fla/ops/kda/chunk.py": ("chunk_kda",),
+        "fla/ops/simple_gla/chunk.py": ("chunk_simple_gla",),
+        "fla/ops/gla/chunk.py": ("chunk_gla",),
+    },
+    "causal_conv1d": {"causal_conv1d/causal_conv1d_interface.py": ("causal_conv1d_fn",)},
     "flash_attn": {
         "flash_attn/flash_attn_interface.py": ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
         "hopper/flash_attn_interface.py": ("_flash_attn_forward", "_flash_attn_backward"),

@@ -170,18 +170,19 @@ def test_only_what_is_needed_is_kept_alive() -> None:
     fused = torch.zeros(10, 6, HEAD_DIM, dtype=torch.bfloat16)
     key, value = fused[:, 2:4], fused[:, 4:]
     store = ContextStore()
-    store.put((0, 0), [(2, 5), (5, 6)], key=key, value=value, recomputed=False)
+    store.put((0, 0), [(2, 5), (5, 6)], parts=(key, value), recomputed=False)
     assert store.read((0, 0), (3, 6))[0].untyped_storage().data_ptr() == fused.data_ptr()
-    store.put((0, 1), [(2, 6)], key=key, value=value, recomputed=True)
+    store.put((0, 1), [(2, 6)], parts=(key, value), recomputed=True)
     held = store.read((0, 1), (2, 6))
     assert [each.untyped_storage().nbytes() for each in held] == [4 * 2 * HEAD_DIM * 2] * 2
-    store.put((0, 1), [(2, 6)], key=key + 1, value=value, recomputed=True)
+    store.put((0, 1), [(2, 6)], parts=(key + 1, value), recomputed=True)
     assert torch.equal(store.read((0, 1), (2, 6))[0], held[0]), "recomputation changes nothing"
-    store.gradient((0, 1), (3, 4)).fill_(2.0)
-    assert store.gradient((0, 1), (3, 4)).dtype is torch.float32
-    gradient = torch.ones(2, 10, 2, HEAD_DIM)
-    store.settle((0, 1), gradient)
-    assert gradient.sum() == gradient.numel() + 2 * 2 * 2 * HEAD_DIM
+    for each in store.gradients((0, 1), (3, 4)):
+        each.fill_(2.0)
+    assert {each.dtype for each in store.gradients((0, 1), (3, 4))} == {torch.float32}
+    gradients = torch.ones(10, 2, HEAD_DIM), torch.ones(10, 2, HEAD_DIM)
+    store.settle((0, 1), gradients)
+    assert [each.sum() for each in gradients] == [each.numel() + 2 * 2 * HEAD_DIM for each in gradients]
     store.free(0)
     assert len(store) == 0
 

@@ -182,7 +182,7 @@ def test_slices_keep_no_more_than_later_ones_read() -> None:
     key, value = torch.ones(2, 100, 1, 4).unbind()
     for alone in (False, True):
         store = ContextStore(alone=alone)
-        store.put((0, 0), [(0, 10)], key=key, value=value, recomputed=False)
+        store.put((0, 0), [(0, 10)], parts=(key, value), recomputed=False)
         kept, _ = store.read((0, 0), (0, 10))
         assert (kept.untyped_storage().nbytes() == kept.nbytes) == alone
 

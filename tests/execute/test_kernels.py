@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,21 +23,25 @@ from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pair
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
+from rayfcp.execute.kernels.operators import AnyPairs, OperatorKernel
 from tests.examples import examples
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_flash4, fake_npu
 from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes
 
 few_examples = examples(25, suppress=[HealthCheck.function_scoped_fixture])
 SINGLE, HALF = (torch.float32,), (torch.bfloat16,)
+CAPS = (0.0, 1.5)
+"""None, and one that bends most scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel, the dtypes that it takes, and how many queries the first pair has at least."""
+    """A kernel, the dtypes and soft caps that it takes, and how many queries the first pair has at least."""
 
     make: Callable[[], AttentionKernel]
     dtypes: tuple[torch.dtype, ...]
     first: int = 1
+    caps: tuple[float, ...] = (0.0,)
 
 
 def on_cuda(half: AttentionKernel) -> CudaKernel:
@@ -47,10 +51,11 @@ def on_cuda(half: AttentionKernel) -> CudaKernel:
 
 CASES = {
     "cpu": Case(make=CpuKernel, dtypes=tuple(BOUNDS)),
-    "flash-attn 2": Case(make=lambda: on_cuda(FlashAttn2Kernel(fake_flash2)), dtypes=HALF),
-    "flash-attn 3": Case(make=lambda: on_cuda(FlashAttn3Kernel(fake_flash3, sm_margin=8)), dtypes=HALF),
+    "operators": Case(make=OperatorKernel, dtypes=tuple(BOUNDS), caps=CAPS),
+    "flash-attn 2": Case(make=lambda: on_cuda(FlashAttn2Kernel(fake_flash2)), dtypes=HALF, caps=CAPS),
+    "flash-attn 3": Case(make=lambda: on_cuda(FlashAttn3Kernel(fake_flash3, sm_margin=8)), dtypes=HALF, caps=CAPS),
     "flash-attn 4": Case(
-        make=lambda: on_cuda(FlashAttn4Kernel(fake_flash4, wide=FlashAttn2Kernel(fake_flash2))), dtypes=HALF
+        make=lambda: on_cuda(FlashAttn4Kernel(fake_flash4, wide=FlashAttn2Kernel(fake_flash2))), dtypes=HALF, caps=CAPS
     ),
     "torch's flash": Case(make=lambda: on_cuda(TorchFlashKernel()), dtypes=HALF),
     "cuDNN": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF, first=129),
@@ -77,14 +82,27 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_conforms(name: str, data: st.DataObject) -> None:
     case = CASES[name]
     shape, dtype = data.draw(shapes(first=case.first)), data.draw(st.sampled_from(case.dtypes))
-    assert_conforms(case.make(), shape, dtype=dtype)
+    assert_conforms(case.make(), replace(shape, softcap=data.draw(st.sampled_from(case.caps))), dtype=dtype)
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", CASES)
-def test_conforms_over_many_blocks(name: str) -> None:
+def test_conforms_over_many_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayfcp.execute.kernels.operators.BLOCK_SCORES", 1 << 14)
     for dtype in CASES[name].dtypes:
-        assert_conforms(CASES[name].make(), LONG, dtype=dtype)
+        for softcap in CASES[name].caps:
+            assert_conforms(CASES[name].make(), replace(LONG, softcap=softcap), dtype=dtype)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", CASES)
+def test_pairs_that_a_kernel_does_not_support_run_in_operators(name: str) -> None:
+    case, capped = CASES[name], replace(LONG, softcap=CAPS[1])
+    kernel, query = case.make(), torch.empty(1, 1, 8, dtype=case.dtypes[0])
+    pairs = Pairs(query_lengths=(1,), key_lengths=(1,), causal=True, scale=1.0)
+    assert kernel.supports(query, pairs=pairs)
+    assert kernel.supports(query, pairs=replace(pairs, softcap=CAPS[1])) == (CAPS[1] in case.caps)
+    assert_conforms(AnyPairs(kernel), capped, dtype=case.dtypes[0])
 
 
 CUDA_DTYPES = (torch.float32, torch.bfloat16)

@@ -23,12 +23,25 @@ from rayfcp.execute.devices import cpu
 from rayfcp.execute.devices.cpu import CpuKernel
 from rayfcp.execute.devices.npu import NpuKernel
 from rayfcp.execute.kernels import AttentionKernel, Pairs, cudnn, cutlass, flash
+from rayfcp.execute.kernels.chunked import ChunkedKernel
+from rayfcp.execute.kernels.convolution import CausalConv1d, TorchConvolution
 from rayfcp.execute.kernels.cudnn import CudnnKernel
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
+from rayfcp.execute.kernels.linear import FlashLinearKernel
+from rayfcp.execute.kernels.recurrence import Gated
 from rayfcp.execute.parallel import membership
 from rayfcp.execute.parallel.membership import Membership
-from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_flash4, fake_npu, signatures
+from tests.execute import (
+    fake_aten,
+    fake_cutlass,
+    fake_flash2,
+    fake_flash3,
+    fake_flash4,
+    fake_linear,
+    fake_npu,
+    signatures,
+)
 
 RECORDED: dict[str, Any] = json.loads(signatures.FILE.read_text())
 ROOT = Path(__file__).parents[2]
@@ -89,6 +102,7 @@ def calls() -> Iterator[dict[str, list[Call]]]:
         for kernel in (*kernels, CudnnKernel(short=TorchFlashKernel()), CutlassKernel(), CpuKernel(), npu):
             for causal in (False, True):
                 run(kernel, causal=causal, dtype=torch.float32 if isinstance(kernel, CutlassKernel) else torch.bfloat16)
+        run_recurrent(Spy(fake_linear, found))
     yield found
 
 
@@ -97,6 +111,20 @@ def run(kernel: AttentionKernel, *, causal: bool, dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(133, heads, 16, dtype=dtype) for heads in (4, 2, 2))
     out, lse = kernel.forward(query, key, value, pairs=pairs)
     kernel.backward(out, query, key, value, out, lse, pairs=pairs)
+
+
+def run_recurrent(library: Spy) -> None:
+    """Every rule, and both convolutions, with a bias and without."""
+    recurrence = FlashLinearKernel(library, other=ChunkedKernel())
+    tensors = torch.randn(3, 5, 2, 16).unbind()
+    for gates in (torch.zeros(5, 2), torch.zeros(5, 2, 16)):
+        for beta in (None, torch.ones(5, 2)):
+            query, key, value = tensors
+            inputs = Gated(query=query, key=key, value=value, log_decay=gates, beta=beta)
+            recurrence(inputs, lengths=(2, 3), state=None)
+    convolution = CausalConv1d(library, other=TorchConvolution())
+    for bias in (None, torch.zeros(8)):
+        convolution(torch.randn(5, 8), torch.randn(8, 4), bias, activation="silu")
 
 
 def test_all_calls_are_recorded(calls: dict[str, list[Call]]) -> None:

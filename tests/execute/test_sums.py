@@ -58,7 +58,7 @@ def test_a_term_of_all_rows_is_kept_as_it_is() -> None:
 def test_merges(calls: list[tuple[list[tuple[int, int]], int]], dtype: int) -> None:
     """One softmax over the keys of all calls that a row is in; rows of none have 0 and -inf."""
     kind = torch.float32 if dtype == 32 else torch.float64
-    merged = MergedAttention(torch.zeros(ROWS, 2, 4, dtype=kind))
+    merged = MergedAttention(torch.zeros(ROWS, 2, 4, dtype=kind), value_dim=4)
     scores = [torch.zeros(ROWS, 2, 0, dtype=torch.float64)]
     values = [torch.zeros(ROWS, 2, 0, 4, dtype=torch.float64)]
     for seed, (ranges, keys) in enumerate(calls):

@@ -44,12 +44,19 @@ def longest(offsets: Tensor) -> int:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, *, offsets: tuple[Tensor, Tensor], causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    offsets: tuple[Tensor, Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """out and logsumexp; a causal pair has as many queries as keys."""
     out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[1], len(query))
     for q, k in pieces(offsets, tensors=(query, key)):
-        scores = _scores(query[q], key[k], scale=scale, causal=causal)
+        scores, _ = _scores(query[q], key[k], scale=scale, causal=causal, softcap=softcap)
         out[q] = (scores.softmax(-1) @ wide(value[k], query.shape[1])).transpose(0, 1).to(out)
         lse[:, q] = scores.logsumexp(-1).float()
     return out, lse
@@ -61,29 +68,35 @@ def backward(
     offsets: tuple[Tensor, Tensor],
     causal: bool,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the inputs' dtype, of grad_out, query, key, value, out and logsumexp."""
     grad_out, query, key, value, out, lse = tensors
     heads, dq, dk, dv = query.shape[1], *(torch.empty(each.shape, dtype=each.dtype) for each in (query, key, value))
     for q, k in pieces(offsets, tensors=(query, key)):
-        weights = (_scores(query[q], key[k], scale=scale, causal=causal) - lse[:, q, None].double()).exp()
+        scores, by_raw = _scores(query[q], key[k], scale=scale, causal=causal, softcap=softcap)
+        weights = (scores - lse[:, q, None].double()).exp()
         grad = wide(grad_out[q], heads)
         share = (grad * wide(out[q], heads)).sum(-1, keepdim=True)
-        slope = weights * (grad @ wide(value[k], heads).transpose(1, 2) - share) * scale
+        slope = weights * (grad @ wide(value[k], heads).transpose(1, 2) - share) * by_raw * scale
         dq[q] = (slope @ wide(key[k], heads)).transpose(0, 1).to(dq)
         dk[k] = narrow(slope.transpose(1, 2) @ wide(query[q], heads), key.shape[1]).to(dk)
         dv[k] = narrow(weights.transpose(1, 2) @ grad, key.shape[1]).to(dv)
     return dq, dk, dv
 
 
-def _scores(query: Tensor, key: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """`[heads, queries, keys]` in fp64."""
+def _scores(query: Tensor, key: Tensor, *, scale: float, causal: bool, softcap: float) -> tuple[Tensor, Tensor]:
+    """`[heads, queries, keys]` in fp64, and their gradients by those without a cap."""
     assert not causal or len(query) == len(key), (
         "whether the diagonal starts top left or ends bottom right would matter"
     )
     scores = wide(query, query.shape[1]) @ wide(key, query.shape[1]).transpose(1, 2) * scale
+    by_raw = torch.ones_like(scores)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+        by_raw = 1.0 - (scores / softcap) ** 2
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, float("-inf")) if causal else scores
+    return scores.masked_fill(hidden, float("-inf")) if causal else scores, by_raw
 
 
 def wide(tensor: Tensor, heads: int) -> Tensor:

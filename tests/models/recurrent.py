@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.models.build import DTYPES, random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.layers import kinds_of_layers
-from rayfcp.program import lower
+from rayfcp.models.stages import stages_of
+from rayfcp.program import RankProgram, lower
 from rayfcp.values import SequenceSpec
 from rayfcp.values.layers import count_kinds
 from tests.execute.cases import SEED, VOCAB, Case, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
+from tests.execute.staged import StagedCase
 from tests.execute.threads import InProcessTransport
 from tests.models.families import disturb
 
@@ -72,7 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "num_hidden_layers": 2},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "num_hidden_layers": 3},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": TYPES},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2},
@@ -177,3 +180,31 @@ def assert_near(found: tuple[float, Gradients], want: tuple[float, Gradients], *
     for name, gradient in found[1].items():
         error, norm = float((gradient - want[1][name]).norm()), float(want[1][name].norm())
         assert error <= bound * norm, (what, name, error / (norm or 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedFamily(StagedCase):
+    """A case of `tests.execute.staged` whose model is of a family."""
+
+    family: str
+
+    @property
+    def library(self) -> PreTrainedConfig:
+        return library(self.family)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(SMALL["hidden_size"])
+
+    @cached_property
+    def programs(self) -> tuple[RankProgram, ...]:
+        kinds = kinds_of_layers(self.library)
+        of_stage = [sorted(set(kinds[stage.start : stage.stop])) for stage in stages_of(self.layers_of_stage)]
+        return lower(self.plan, self.sequences, reduce_every=self.reduce_every, kinds_of_stage=of_stage)
+
+
+def staged(family: str, case: StagedCase) -> StagedFamily:
+    """The case with a model of a family."""
+    held = {each.name: getattr(case, each.name) for each in fields(case)}
+    held["sequences"] = tuple(with_kinds(case.sequences, library(family)))
+    return StagedFamily(family=family, **held)

@@ -75,11 +75,14 @@ def test_the_profile_knows_experts(family: str) -> None:
     assert linear == 16 * profile.linear_flops_per_token + extra
 
 
-def test_layers_with_and_without_experts_are_refused() -> None:
+def test_layers_with_and_without_experts_are_described() -> None:
     keys = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
     config = AutoConfig.for_model("qwen3_moe", **SMALL, **keys, vocab_size=VOCAB)
-    with pytest.raises(ConfigError, match="qwen3_moe has layers with experts and layers without, only equal"):
-        profile_of(config, name="tiny")
+    profile = profile_of(config, name="tiny")
+    assert [each.num_experts for each in profile.layers] == [1 if at == 1 else 6 for at in range(profile.num_layers)]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert profile.num_parameters == sum(each.numel() for each in model.parameters() if each.ndim > 1)
     shape = architecture("qwen3").model_copy(update={"num_experts": 4, "experts_per_token": 2})
     with pytest.raises(ConfigError, match=r"qwen3 has no layers of 4 stacked experts, .* such as qwen3_moe"):
         profile_of(model_config(ModelConfig(architecture=shape), vocab_size=VOCAB), name="tiny")

@@ -193,7 +193,7 @@ def test_an_adapter_for_longer_contexts_has_their_configuration(tmp_path: Path) 
         (("nothing",), "Target modules {'nothing'} not found"),
         (("q_proj", "nothing"), "no layer is called nothing"),
         (("lm_head",), "lm_head is not in a layer of the decoder"),
-        (("layers.0.self_attn.q_proj",), "layers 0 and 1 have different ones, all must have the same"),
+        (("layers.0.self_attn.q_proj",), "layers 0 and 1 have different ones, equal layers must have the same"),
         (("embed_tokens",), "embed_tokens is not in a layer of the decoder"),
     ],
 )

@@ -4,7 +4,7 @@ sequence."""
 import pytest
 
 from tests.execute.cases import Case
-from tests.models.recurrent import FAMILIES, assert_near, by_library, in_process, library, without_casts
+from tests.models.recurrent import FAMILIES, assert_near, by_library, in_process, library
 
 ALONE = Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),))
 
@@ -12,6 +12,5 @@ ALONE = Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_stay_apart(family: str) -> None:
     config = library(family)
-    with without_casts():
-        found, want = in_process(config, ALONE, dtype="float64"), by_library(config, ALONE, dtype="float64")
+    found, want = in_process(config, ALONE, dtype="float64"), by_library(config, ALONE, dtype="float64")
     assert_near(found, want, bound=1e-9, what=family)

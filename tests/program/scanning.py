@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from rayfcp.program import Load, RankProgram
 from rayfcp.program.instructions import Range, of_kind
-from rayfcp.program.scan import ScanProgram, StateRound
+from rayfcp.program.scan import Chain, ScanProgram, StateRound
 from tests.program.helpers import forwards
 
 Token = tuple[int, int]
 """(sequence, position); those of padding have a sequence below 0."""
 
 Heads = dict[int, tuple[Token, ...]]
-"""A state by head."""
+"""A state by head, of which each has two columns that are numbered as heads here."""
 
 Key = tuple[int, int]
 """(chain, part)."""
@@ -56,7 +56,7 @@ class _Microbatch:
         lengths: Mapping[int, int],
         num_heads: int,
     ) -> None:
-        self.number, self.kept, self.lengths, self.num_heads = number, kept, lengths, num_heads
+        self.number, self.kept, self.lengths, self.num_heads = number, kept, lengths, 2 * num_heads
         self.scans: list[ScanProgram] = [forwards(each)[number].scans[kind].scan for each in programs]
         loads = [of_kind(each, Load)[number] for each in programs]
         self.tokens = [
@@ -131,7 +131,7 @@ class _Microbatch:
             for number, chain in scan.chains.items():
                 assert rank in chain.folders and set(chain.folders) == set(chain.ranks)
                 state: tuple[Token, ...] = ()
-                heads = range(*chain.heads(rank, num_heads=self.num_heads))
+                heads = self._share(chain, rank)
                 parts = range(len(chain.ranks))
                 for part in reversed(parts) if backward else parts:
                     folded[rank][number, part] = dict.fromkeys(heads, state)
@@ -144,6 +144,11 @@ class _Microbatch:
                 mine = folded[rank][key] if rank in scan.chains[key[0]].folders else {}
                 wanted[rank][key] = {**mine, **returned[rank].get(key, {})}
         return wanted
+
+    def _share(self, chain: Chain, rank: int) -> list[int]:
+        """Numbers of heads, or of columns of heads: of each two."""
+        share = chain.share(rank, num_heads=self.num_heads // 2, num_columns=2)
+        return [2 * head + column for head in range(*share.heads) for column in range(*share.columns)]
 
     def _exchanged(self, name: str, have: list[dict[Key, Heads]]) -> list[dict[Key, Heads]]:
         """Messages of a round: of items the heads that both ends expect, once."""

@@ -1,6 +1,7 @@
 """Programs of recurrent layers: every state, gradient of a state and halo reaches its part, in any layout."""
 
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,11 +128,16 @@ def test_stages_have_the_scans_of_their_layers() -> None:
     assert freed == [[1, 0], [1, 0], [1, 0], [], [1, 0], [1, 0]]
 
 
-@given(num_folders=st.integers(1, 40), num_heads=st.integers(1, 40))
-def test_ranks_of_a_chain_fold_each_head_once(num_folders: int, num_heads: int) -> None:
+@given(num_folders=st.integers(1, 40), num_heads=st.integers(1, 20), num_columns=st.integers(1, 9))
+def test_ranks_of_a_chain_fold_each_column_once(num_folders: int, num_heads: int, num_columns: int) -> None:
     chain = Chain(ranks=tuple(range(num_folders)), folders=tuple(range(num_folders)))
-    shares = [range(*chain.heads(rank, num_heads=num_heads)) for rank in chain.folders]
-    assert [head for share in shares for head in share] == [*range(num_heads)] * (2 if num_folders == 2 else 1)
+    shares = [chain.share(rank, num_heads=num_heads, num_columns=num_columns) for rank in chain.folders]
+    folded = Counter(
+        (head, column) for share in shares for head in range(*share.heads) for column in range(*share.columns)
+    )
+    due = [(head, column) for head in range(num_heads) for column in range(num_columns)]
+    assert folded == dict.fromkeys(due, 2 if num_folders == 2 else 1)
+    assert all((share.heads[0] < share.heads[1]) == (share.columns[0] < share.columns[1]) for share in shares)
 
 
 def test_tokens_of_a_sequence_come_in_the_order_of_microbatches() -> None:

@@ -41,7 +41,7 @@ from rayfcp.cost.fit import (
 )
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
 from rayfcp.plan.assembly import exchange_degrees
-from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, VisionProfile
+from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
 from rayfcp.values.devices import DEVICES
 
 if TYPE_CHECKING:  # timings of one device alone need no Ray
@@ -258,7 +258,7 @@ def start_cost(
     cluster: ClusterSpec,
     max_seqlen: int,
     primitives: Collection[str],
-    vision: VisionProfile | None = None,
+    model: ModelProfile,
 ) -> MeasuredCost:
     """Cost model from few short passes of the primitives that plans may use, for runs that were not profiled."""
     exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=primitives)
@@ -266,8 +266,8 @@ def start_cost(
     if guess.pipeline:  # its bound assumes recomputation; these passes do not recompute
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
-    shapes += image_shapes(vision, max_tokens=tokens) if vision else []
-    shapes = [dataclasses.replace(each, layer_kinds=guess.layer_kinds) for each in shapes]
+    shapes += image_shapes(model.vision, max_tokens=tokens) if model.vision else []
+    shapes = [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in shapes]
     return measure_cost(guess, time_shapes(passes_of(worker_group), shapes, rounds=START_ROUNDS))
 
 
@@ -312,7 +312,7 @@ class StartCosts:
             cluster=cluster,
             max_seqlen=config.data.max_seqlen,
             primitives=config.plan.primitives,
-            vision=self._model.vision,
+            model=self._model,
         )
         try:
             write_measured(self.profile_path, measured, about=about)

@@ -23,15 +23,18 @@ from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.attention.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.attention.kept import KeptResults, Results, once
+from rayfcp.execute.attention.latents import Latents
 from rayfcp.execute.attention.reshuffle import to_loop, to_plan
 from rayfcp.execute.attention.schedule import (
     AttentionSchedule,
     KernelCall,
     ScheduledRound,
+    accumulator_dtype,
+    apart,
     make_schedule,
     take_rows,
 )
-from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, accumulator_dtype
+from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, Tensors
 from rayfcp.execute.kernels import AttentionKernel, Scores, pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Transport, default_transport
 from rayfcp.program import AttentionProgram, Forward, HeadProgram, Payload, ReshuffleProgram
@@ -127,16 +130,29 @@ def _check_tokens(query: Tensor, key: Tensor, *, context: AttentionContext) -> N
         )
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; want "
-            "equal key and value, one head_dim, and heads a multiple of kv_heads"
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, up: Tensor | None) -> None:
+    given = {"query": query, "key": key, "value": value} | ({} if up is None else {"up_projection": up})
+    if up is None:
+        fits, want = (
+            query.shape[2] == key.shape[2] and query.shape[1] % key.shape[1] == 0,
+            ("as many heads in key and value, one head_dim in query and key, and heads a multiple of kv_heads"),
         )
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"attention: query is {query.dtype}, key {key.dtype}, value {value.dtype}, must be one dtype; cast them"
+    else:
+        heads, rows, latent = up.shape
+        nope_dim = query.shape[2] - value.shape[2]
+        fits, want = (
+            heads == query.shape[1] and key.shape[1:] == (1, latent) and 0 <= nope_dim < rows,
+            (
+                "one head of latents and of rotated keys, as latents and queries are wide, and an up-projection "
+                "[heads, nope + value_dim, latent]"
+            ),
         )
+    if key.shape[:2] != value.shape[:2] or not fits:
+        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in given.items())
+        raise ValueError(f"attention: {found}; want {want}")
+    if len({each.dtype for each in given.values()}) > 1:
+        found = ", ".join(f"{name} {each.dtype}" for name, each in given.items() if each is not query)
+        raise ValueError(f"attention: query is {query.dtype}, {found}, must be one dtype; cast them")
 
 
 def attention(
@@ -148,6 +164,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    up_projection: Tensor | None = None,
     reshuffle: ReshuffleProgram | None = None,
     transport: Transport | None = None,
     kernel: AttentionKernel | None = None,
@@ -158,12 +175,16 @@ def attention(
         query: `[tokens, heads, head_dim]`, tokens in the order of the program's load; with a reshuffle in the loop's
             order (no token, or one of padding, if the loop has none).
         key: `[tokens, kv_heads, head_dim]`; `kv_heads` divides `heads`.
-        value: as `key`.
+        value: `[tokens, kv_heads, value_dim]`.
         program: this rank's attention program, or a context that holds one.
         scale: factor of the scores; `head_dim ** -0.5` if absent.
         softcap: c, where scaled scores s become `c tanh(s / c)`; 0 for none. The kernel must have it.
         sinks: `[heads]`, a score for each head that every query has beside those of its keys, without a value
             (gpt-oss); differentiable.
+        up_projection: `[heads, nope + value_dim, latent]`, of multi-head latent attention; differentiable. `key` is
+            then the latents, `[tokens, 1, latent]`, and `value` the rotated keys that heads share,
+            `[tokens, 1, head_dim - nope]`. They travel, and who attends to them makes keys and values of them
+            (`rayfcp.execute.attention.latents`).
         reshuffle: this rank's, if the loop brings its own layout; all ranks pass theirs or none does. A context has
             its own (`make_schedule`).
         transport: carries the messages of a bare program; the default process group if absent, whose rank r is rank r
@@ -171,7 +192,7 @@ def attention(
         kernel: of a bare program; the best one for the tensors' device if absent.
 
     Returns:
-        `[tokens, heads, head_dim]` in the dtype and order of `query`; the output of padding is undefined. Every rank
+        `[tokens, heads, value_dim]` in the dtype and order of `query`; the output of padding is undefined. Every rank
         of the plan must call, with the program lowered for it, the same number of times forward and backward.
 
     Raises:
@@ -196,30 +217,30 @@ def attention(
             kernel=kernel or pick_kernel(query.device.type),
         )
     _check_tokens(query, key, context=context)
-    _check_shapes(query, key, value)
+    _check_shapes(query, key, value, up=up_projection)
     scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
+    weights = (up_projection, sinks)
     if context.schedule.heads is None:
-        return _Attention.apply(query, key, value, sinks, context, scores)  # type: ignore[no-any-return, no-untyped-call]
-    return _by_heads(query, key, value, sinks, context=context, scores=scores)
+        return _Attention.apply(query, key, value, *weights, context, scores)  # type: ignore[no-any-return, no-untyped-call]
+    return _by_heads((query, key, value), weights, context=context, scores=scores)
 
 
 def _by_heads(
-    query: Tensor, key: Tensor, value: Tensor, /, sinks: Tensor | None, *, context: AttentionContext, scores: Scores
+    tensors: Tensors, weights: tuple[Tensor | None, Tensor | None], *, context: AttentionContext, scores: Scores
 ) -> Tensor:
-    """Attention between the exchanges of tokens for heads and back."""
+    """Attention between the exchanges of tokens for heads and back. `weights`: of the heads, which come first."""
     assert context.schedule.heads is not None, "the program shares out heads"
     heads = HeadExchange(
         context.schedule.heads,
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
+        query=tensors[0],
+        keys=tensors[1:],
         transport=context.transport,
         stats=context.stats,
         kept=context.kept,
     )
-    gathered: Tensor = ToHeads.apply(query, key, value, heads)  # type: ignore[no-untyped-call]
-    parts = gathered.split([heads.head_share, heads.kv_share, heads.kv_share], dim=1)
-    sinks = None if sinks is None else sinks[slice(*heads.own_heads)]
-    out = _Attention.apply(*parts, sinks, context, scores)  # type: ignore[no-untyped-call]
+    gathered: Tensor = ToHeads.apply(heads, *tensors)  # type: ignore[no-untyped-call]
+    own = [None if each is None else each[slice(*heads.own_heads)] for each in weights]
+    out = _Attention.apply(*apart(gathered, heads.shares), *own, context, scores)  # type: ignore[no-untyped-call]
     return ToTokens.apply(out, heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -243,6 +264,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        up: Tensor | None,
         sinks: Tensor | None,
         context: AttentionContext,
         scores: Scores,
@@ -251,10 +273,12 @@ class _Attention(torch.autograd.Function):
         schedule, transport, stats = context.schedule, context.transport, context.stats
         if schedule.reshuffle:
             q, k, v = to_plan(schedule.reshuffle, (query, key, value), transport=transport, stats=stats)
-        out, lse = once("attention", lambda: _attended(context, q, k, value=v, scores=scores), kept=context.kept)
+        out, lse = once(
+            "attention", lambda: _attended(_Pass(context, q, (k, v), up=up, scores=scores)), kept=context.kept
+        )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks=sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, up, sinks, out, lse)
         ctx.context, ctx.scores = context, scores
         if schedule.reshuffle:
             return to_loop(schedule.reshuffle, (out,), num_rows=len(query), transport=transport, stats=stats)[0]
@@ -263,12 +287,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, sinks, out, lse), context, num_rows = ctx.saved_tensors, ctx.context, len(grad_out)
+        (q, k, v, up, sinks, out, lse), context, num_rows = ctx.saved_tensors, ctx.context, len(grad_out)
         schedule, transport, stats = context.schedule, context.transport, context.stats
         if schedule.reshuffle:
             (grad_out,) = to_plan(schedule.reshuffle, (grad_out,), transport=transport, stats=stats)
-        run = _Pass(context, q, scores=ctx.scores)
-        run.slots.fill(0, k, value=v)
+        run = _Pass(context, q, (k, v), up=up, scores=ctx.scores)
         dq = RowSums(
             lambda: (torch.empty(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device),), num_rows=len(q)
         )
@@ -277,35 +300,53 @@ class _Attention(torch.autograd.Function):
         run.slots.close()
         if schedule.reshuffle:
             grads = to_loop(schedule.reshuffle, grads, num_rows=num_rows, transport=transport, stats=stats)
+        up_grad = None if run.latents is None else run.latents.gradient
         sink_grads = None if sinks is None else gradient_of_sinks(grad_out, out, lse=lse, sinks=sinks)
-        return *grads, sink_grads, None, None
+        return *grads, up_grad, sink_grads, None, None
 
 
-def _attended(context: AttentionContext, query: Tensor, key: Tensor, *, value: Tensor, scores: Scores) -> Results:
+def _attended(run: "_Pass") -> Results:
     """Run the forward rounds; output and logsumexp."""
-    run = _Pass(context, query, scores=scores)
-    run.slots.fill(0, key, value=value)
+    context = run.context
     held = context.kept is not None and context.schedule.heads is not None  # keys and values by heads are kept whole
     run.slots.keep(recomputed=context.recomputed and not held)
-    merged = MergedAttention(query)
+    merged = MergedAttention(run.query, value_dim=run.value_dim)
     run.rounds(context.schedule.forward, functools.partial(run.attend, merged=merged))
     run.slots.close()
-    return merged.result(query.dtype)
+    return merged.result(run.query.dtype)
 
 
 class _Pass:
-    """State of one forward or backward pass of one layer: keys and values per slot, and their gradients."""
+    """State of one forward or backward pass of one layer: keys and values per slot, and their gradients. `keys`: keys
+    and values of own tokens, or with `up` their latents and shared rotated keys."""
 
-    def __init__(self, context: AttentionContext, query: Tensor, *, scores: Scores) -> None:
-        key = (context.microbatch, context.layer)
-        self.slots = Slots(context.schedule, store=context.store, layer=key, buffers=context.stats.buffers)
-        self._context, self._query, self._scores = context, query, scores
+    def __init__(
+        self,
+        context: AttentionContext,
+        query: Tensor,
+        keys: tuple[Tensor, Tensor],
+        *,
+        up: Tensor | None,
+        scores: Scores,
+    ) -> None:
+        nope_dim = query.shape[2] - keys[1].shape[2]
+        self.latents = None if up is None else Latents(up, nope_dim=nope_dim)
+        self.value_dim = keys[1].shape[2] if up is None else up.shape[1] - nope_dim
+        self.slots = Slots(
+            context.schedule,
+            own=keys,
+            store=context.store,
+            layer=(context.microbatch, context.layer),
+            buffers=context.stats.buffers,
+            latents=self.latents,
+        )
+        self.context, self.query, self._scores = context, query, scores
         self._has_posted = False
 
     def rounds(self, rounds: Sequence[ScheduledRound], compute: Callable[[KernelCall], None]) -> None:
         """Run rounds in order: each posts its messages, computes, and waits."""
         for step in rounds:
-            with self._posted(step):
+            with self._posted(step), self.slots.expanded(step.calls):
                 for call in step.calls:
                     compute(call)
             self.slots.free(step.free)
@@ -318,7 +359,7 @@ class _Pass:
         is sent: before the first round (slot 0 comes from the layer's projections) and for gradients. Keys and values
         that are passed on came by this stream itself.
         """
-        context, slots = self._context, self.slots
+        context, slots = self.context, self.slots
         waits = not self._has_posted or any(message.payload is Payload.GRAD for message in step.sends)
         self._has_posted = True
         slots.complete(step.sends)
@@ -336,9 +377,9 @@ class _Pass:
 
     def attend(self, call: KernelCall, *, merged: MergedAttention) -> None:
         """Forward of one kernel call, merged into the results so far."""
-        self._context.stats.pairs += call.num_pairs
-        out, lse = self._context.kernel.forward(
-            _flipped(take_rows(self._query, call.queries), call),
+        self.context.stats.pairs += call.num_pairs
+        out, lse = self.context.kernel.forward(
+            _flipped(take_rows(self.query, call.queries), call),
             *(_flipped(each, call) for each in self.slots.keys_of(call)),
             pairs=call.pairs(self._scores),
         )
@@ -346,12 +387,12 @@ class _Pass:
 
     def differentiate(self, call: KernelCall, *, dq: RowSums, saved: tuple[Tensor, Tensor, Tensor]) -> None:
         """Backward of one kernel call, added to dQ and to the slots' dK and dV."""
-        self._context.stats.pairs += call.num_pairs
+        self.context.stats.pairs += call.num_pairs
         grad_out, out, lse = (_flipped(take_rows(tensor, call.queries), call) for tensor in saved)
         key, value = (_flipped(each, call) for each in self.slots.keys_of(call))
-        partial_dq, dk, dv = self._context.kernel.backward(
+        partial_dq, dk, dv = self.context.kernel.backward(
             grad_out,
-            _flipped(take_rows(self._query, call.queries), call),
+            _flipped(take_rows(self.query, call.queries), call),
             key,
             value,
             out,

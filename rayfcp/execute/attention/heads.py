@@ -4,7 +4,7 @@ The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023), run as the program's 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +12,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.attention.kept import KeptResults, once
-from rayfcp.execute.attention.slots import accumulator_dtype
+from rayfcp.execute.attention.schedule import accumulator_dtype, apart, side_by_side
 from rayfcp.execute.parallel.transport import AttentionStats, Transport
 from rayfcp.program import HeadProgram, Message, Payload, exchange_rounds, spans
 
 
 class HeadExchange:
-    """One rank's end of the exchanges of a group, for tensors of `heads` and `kv_heads` heads.
+    """One rank's end of the exchanges of a group, for a query `[tokens, heads, head_dim]` and `keys`, its keys and
+    values or their latents, `[tokens, kv_heads, head_dim]`; head_dims may differ.
 
     Position p of degree d has query heads [p h, (p + 1) h), h = heads / d, and the k = max(kv_heads / d, 1) key and
-    value heads that they attend to, replicated where d is above kv_heads. `kept`: of a recomputed layer, which then
-    repeats no exchange.
+    value heads that they attend to, replicated where d is above kv_heads, as the one head of latents is. `kept`: of a
+    recomputed layer, which then repeats no exchange.
     """
 
     def __init__(
         self,
         program: HeadProgram,
         *,
-        heads: int,
-        kv_heads: int,
+        query: Tensor,
+        keys: Sequence[Tensor],
         transport: Transport,
         stats: AttentionStats,
         kept: KeptResults | None = None,
     ) -> None:
-        degree = program.degree
+        degree, heads, kv_heads = program.degree, query.shape[1], keys[0].shape[1]
         if transport.rank not in program.ranks:
             raise ValueError(
                 f"attention: the program is of ranks {program.ranks}, this is rank {transport.rank}; pass its own"
@@ -48,6 +49,10 @@ class HeadExchange:
             )
         self.heads, self.kv_heads, self.kept = heads, kv_heads, kept
         self.head_share, self.kv_share = heads // degree, max(kv_heads // degree, 1)
+        self.shares = (
+            (self.head_share, query.shape[2]),
+            *((self.kv_share, each.shape[2]) for each in keys),
+        )
         self._program, self._transport, self._stats = program, transport, stats
         self._spans = spans(program.tokens)
         self._own = program.ranks.index(transport.rank)
@@ -57,12 +62,12 @@ class HeadExchange:
         """The query heads of this position."""
         return self._own * self.head_share, (self._own + 1) * self.head_share
 
-    def part(self, query: Tensor, key: Tensor, *, value: Tensor, position: int) -> Tensor:
-        """Queries, keys and values of one position's heads, of this rank's tokens: `[tokens, h + 2 k, head_dim]`."""
+    def part(self, query: Tensor, *keys: Tensor, position: int) -> Tensor:
+        """Queries, keys and values of one position's heads, of this rank's tokens: `[tokens, width]`, side by side."""
         first = position * self.kv_heads // self._program.degree
-        kept = [each[:, first : first + self.kv_share] for each in (key, value)]
+        kept = [each[:, first : first + self.kv_share] for each in keys]
         at = position * self.head_share
-        return torch.cat([query[:, at : at + self.head_share], *kept], dim=1)
+        return side_by_side([query[:, at : at + self.head_share], *kept])
 
     def gather(self, part_of: Callable[[int], Tensor], *, payload: Payload) -> Tensor:
         """Send `part_of(p)`, this rank's tokens of position p's heads, to position p. Returns this position's heads of
@@ -106,13 +111,13 @@ class HeadExchange:
 
 
 class ToHeads(torch.autograd.Function):
-    """`[tokens, heads, head_dim]` and twice `[tokens, kv_heads, head_dim]` of own tokens ->
-    `[all tokens, h + 2 k, head_dim]` of own heads. Gradients of replicated key and value heads are summed in fp32."""
+    """Queries, keys and values of own tokens -> `[all tokens, width]`, those of own heads side by side, in `shares`.
+    Gradients of replicated key and value heads are summed in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: HeadExchange) -> Tensor:
+    def forward(ctx: Any, exchange: HeadExchange, *given: Tensor) -> Tensor:
         ctx.exchange = exchange
-        part_of = functools.partial(exchange.part, query, key, value=value)
+        part_of = functools.partial(exchange.part, *given)
         (whole,) = once(
             "heads",
             lambda: (exchange.gather(lambda position: part_of(position=position), payload=Payload.QKV),),
@@ -125,9 +130,9 @@ class ToHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange: HeadExchange = ctx.exchange
         parts = exchange.scatter(grads[0].contiguous(), payload=Payload.QKV_GRAD)
-        shares = [exchange.head_share, exchange.kv_share, exchange.kv_share]
-        dq, dk, dv = (torch.cat(each, dim=1) for each in zip(*(part.split(shares, 1) for part in parts), strict=True))
-        return dq, _summed(dk, exchange.kv_heads), _summed(dv, exchange.kv_heads), None
+        by_tensor = zip(*(apart(part, exchange.shares) for part in parts), strict=True)
+        dq, *others = (torch.cat(each, dim=1) for each in by_tensor)
+        return None, dq, *(_summed(each, exchange.kv_heads) for each in others)
 
 
 def _summed(gradient: Tensor, kv_heads: int) -> Tensor:

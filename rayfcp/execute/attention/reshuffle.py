@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from rayfcp.execute.attention.schedule import take_rows, write_rows
+from rayfcp.execute.attention.schedule import apart, side_by_side, take_rows, write_rows
 from rayfcp.execute.parallel.transport import AttentionStats, Envelope, Transport
 from rayfcp.program import ReshuffleProgram
 
@@ -34,24 +33,24 @@ def _moved(
     back: bool = False,
 ) -> list[Tensor]:
     """Copy the rows that stay on this rank and exchange the others; a message holds its tokens of all tensors,
-    concatenated over heads. `back`: from the plan's order to the loop's."""
+    side by side. `back`: from the plan's order to the loop's."""
     targets = [each.new_zeros((num_rows, *each.shape[1:])) for each in sources]
     for in_loop, in_plan in program.kept:
         old, new = (in_plan, in_loop) if back else (in_loop, in_plan)
         for target, source in zip(targets, sources, strict=True):
             target[slice(*new)] = source[slice(*old)]
-    heads = [tensor.shape[1] for tensor in targets]
+    shapes = [tuple(each.shape[1:]) for each in targets]
     for step in program.rounds:
         sent, received = (step.receive, step.send) if back else (step.send, step.receive)
         sends: list[Envelope] = []
         receives: list[Envelope] = []
         if sent:
-            sends.append((sent.peer, torch.cat([take_rows(tensor, sent.ranges) for tensor in sources], dim=1)))
+            sends.append((sent.peer, side_by_side([take_rows(each, sent.ranges) for each in sources])))
         if received:
-            shape = (received.num_tokens, sum(heads), targets[0].shape[2])
-            receives.append((received.peer, targets[0].new_empty(shape)))
+            width = sum(heads * head_dim for heads, head_dim in shapes)
+            receives.append((received.peer, targets[0].new_empty((received.num_tokens, width))))
         stats.wait(stats.post(sends, receives, transport=transport))
         if received:
-            for target, part in zip(targets, receives[0][1].split(heads, dim=1), strict=True):
+            for target, part in zip(targets, apart(receives[0][1], shapes), strict=True):
                 write_rows(target, received.ranges, source=part)
     return targets

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import operator
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from rayfcp.program import (
     Range,
     ReshuffleProgram,
 )
-from rayfcp.program.instructions import merged
+from rayfcp.program.instructions import merged, union
 
 FEW = 4
 """Most ranges that are copied one by one, a launch each; more share one indexed launch, which also reads the row
@@ -102,6 +103,36 @@ def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...
     return tuple(found)
 
 
+def within(ranges: Iterable[Range], rows: Sequence[Range]) -> tuple[Range, ...]:
+    """`ranges`, each in one of `rows`, which are sorted and disjoint, as ranges of these rows one after the other.
+
+    >>> within([(4, 6), (12, 14)], ((2, 8), (10, 20)))
+    ((2, 4), (8, 10))
+    """
+    before = (0, *itertools.accumulate(stop - start for start, stop in rows))
+    shifts = [at - start for at, (start, _) in zip(before, rows, strict=False)]
+    found = ((start, stop, shifts[bisect_right(rows, start, key=operator.itemgetter(0)) - 1]) for start, stop in ranges)
+    return tuple((start + shift, stop + shift) for start, stop, shift in found)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """`[tokens, width]`: rows of tensors `[tokens, heads, head_dim]` of the same tokens, which may differ in both."""
+    if len({each.shape[2] for each in parts}) == 1:
+        return torch.cat(list(parts), dim=1).flatten(1)  # reads strided heads in place
+    return torch.cat([each.flatten(1) for each in parts], dim=1)
+
+
+def apart(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts, views of `side_by_side` of tensors of `shapes` `(heads, head_dim)`."""
+    parts = rows.split([heads * head_dim for heads, head_dim in shapes], dim=1)
+    return [part.unflatten(1, tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums of tensors of `dtype`: fp64 for fp64, otherwise fp32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
     """One call of the kernel: queries `queries[i]`, which do not overlap, attend to keys `keys[i]` of slot `slots[i]`.
@@ -134,6 +165,15 @@ class KernelCall:
 
 
 Calls = tuple[KernelCall, ...]
+
+
+def rows_read(calls: Calls) -> dict[int, tuple[Range, ...]]:
+    """Rows of each slot to whose keys some call attends, sorted and disjoint."""
+    read: dict[int, list[Range]] = {}
+    for call in calls:
+        for slot, ranges in call.key_runs:
+            read.setdefault(slot, []).extend(ranges)
+    return {slot: union(ranges) for slot, ranges in read.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,16 @@
 """Memory of an attention pass: keys, values and gradients by slot, merged results, and reused message buffers.
 
+A slot holds *parts* of its tokens, `[tokens, heads, head_dim]` each: keys and values, or latents and the rotated keys
+that heads share, from which keys and values are made for one round at a time (`rayfcp.execute.attention.latents`).
+Messages have all parts one after the other.
+
 `ContextStore` keeps keys and values of a microbatch for later slices of its sequences, and takes the gradients that
 come back (InfiniPipe, Section 3.1, split chunks).
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,14 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayfcp.execute.attention.latents import Latents
 from rayfcp.execute.attention.schedule import (
     FEW,
     AttentionSchedule,
+    Calls,
     KernelCall,
+    accumulator_dtype,
     are_apart,
     copy_rows,
     rows_of,
+    rows_read,
     take_rows,
+    within,
     without,
     write_rows,
 )
@@ -132,6 +143,10 @@ class RowSums:
         self._known = union((*self._known, *rows))
 
     @property
+    def has_terms(self) -> bool:
+        return bool(self._known)
+
+    @property
     def partial(self) -> Tensors:
         """The sums so far, which are updated in place; rows without a term are undefined."""
         if not self._sums:
@@ -159,17 +174,13 @@ def _clear(target: Tensor, ranges: Sequence[Range]) -> None:
         target[start:stop] = 0
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums of tensors of `dtype`: fp64 for fp64, otherwise fp32."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 class MergedAttention:
-    """Attention of `query` over the keys so far: out `[tokens, heads, head_dim]`, logsumexp `[tokens, heads]`, merged
+    """Attention of `query` over the keys so far: out `[tokens, heads, value_dim]`, logsumexp `[tokens, heads]`, merged
     in the accumulator dtype. First results are treated as in `RowSums`."""
 
-    def __init__(self, query: Tensor) -> None:
+    def __init__(self, query: Tensor, *, value_dim: int) -> None:
         self._query, self._all = query, ((0, len(query)),)
+        self._shape = (*query.shape[:2], value_dim)
         self._dtype = accumulator_dtype(query.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -206,8 +217,8 @@ class MergedAttention:
         """Writable output and logsumexp, in the accumulator dtype."""
         query = self._query
         if self._out is None or self._lse is None:
-            self._out = torch.empty(query.shape, dtype=self._dtype, device=query.device)
-            self._lse = torch.empty(query.shape[:2], dtype=self._dtype, device=query.device)
+            self._out = torch.empty(self._shape, dtype=self._dtype, device=query.device)
+            self._lse = torch.empty(self._shape[:2], dtype=self._dtype, device=query.device)
         elif self._out.dtype is not self._dtype:
             self._out = self._out.to(self._dtype)
         return self._out, self._lse
@@ -245,19 +256,22 @@ def merge_by_operators(known_out: Tensor, known_lse: Tensor, *, out: Tensor, lse
     known_lse.copy_(torch.logaddexp(known_lse, lse))
 
 
+def _sums_like(tensors: Tensors) -> Tensors:
+    return tuple(torch.empty(each.shape, dtype=accumulator_dtype(each.dtype), device=each.device) for each in tensors)
+
+
 LayerKey = tuple[int, int]
 """(microbatch, layer)."""
 
 
 @dataclass(slots=True)
 class _ContextRows:
-    """Rows `[start, stop)` of a slot 0: keys, values, and the gradients of both that later slices have added."""
+    """Rows `[start, stop)` of the parts of a slot 0, and the gradients that later slices have added."""
 
     start: int
     stop: int
-    key: Tensor
-    value: Tensor
-    gradient: Tensor | None = None
+    parts: Tensors
+    gradients: Tensors = ()
 
 
 StateName = tuple[str, int]
@@ -265,7 +279,7 @@ StateName = tuple[str, int]
 
 
 class ContextStore:
-    """Keys and values, and states of recurrent layers, that the microbatches of one rank keep from their forward to
+    """Parts of tokens, and states of recurrent layers, that the microbatches of one rank keep from their forward to
     their backward pass; `alone`: until they are freed, as no backward pass comes and autograd holds nothing."""
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -277,8 +291,8 @@ class ContextStore:
     def __len__(self) -> int:
         return len(self._kept) + len(self._states) + len(self._state_gradients)
 
-    def put(self, at: LayerKey, ranges: Sequence[Range], *, key: Tensor, value: Tensor, recomputed: bool) -> None:
-        """Keep `ranges` of `key` and `value`, `[tokens, kv_heads, head_dim]`; a recomputation changes nothing.
+    def put(self, at: LayerKey, ranges: Sequence[Range], *, parts: Tensors, recomputed: bool) -> None:
+        """Keep `ranges` of the rows of `parts`; a recomputation changes nothing.
 
         `recomputed`: autograd does not hold the tensors, since the layer is recomputed. Rows of a larger tensor are
         copied then, so that the rest of it is freed; otherwise they are views of what autograd holds anyway.
@@ -287,31 +301,28 @@ class ContextStore:
             return
         self._kept[at] = []
         for start, stop in merged(ranges):
-            rows = (each[start:stop].detach() for each in (key, value))
-            key_rows, value_rows = (_own(each, recomputed=recomputed or self._alone) for each in rows)
-            self._kept[at].append(_ContextRows(start=start, stop=stop, key=key_rows, value=value_rows))
+            own = (_own(each[start:stop].detach(), recomputed=recomputed or self._alone) for each in parts)
+            self._kept[at].append(_ContextRows(start=start, stop=stop, parts=tuple(own)))
 
-    def read(self, at: LayerKey, span: Range) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows `span`, as views; a ValueError if they are not kept."""
+    def read(self, at: LayerKey, span: Range) -> Tensors:
+        """Parts of rows `span`, as views; a ValueError if they are not kept."""
         rows, start, stop = self._find(at, span)
-        return rows.key[start:stop], rows.value[start:stop]
+        return tuple(each[start:stop] for each in rows.parts)
 
-    def gradient(self, at: LayerKey, span: Range) -> Tensor:
-        """View of dK, dV of rows `span`, `[2, tokens, kv_heads, head_dim]` in the accumulator dtype, zero at first;
-        later slices add to it in place."""
+    def gradients(self, at: LayerKey, span: Range) -> Tensors:
+        """Views of the gradients of the parts of rows `span` in the accumulator dtype, zero at first; later slices add
+        to them in place."""
         rows, start, stop = self._find(at, span)
-        if rows.gradient is None:
-            rows.gradient = torch.zeros(
-                (2, *rows.key.shape), dtype=accumulator_dtype(rows.key.dtype), device=rows.key.device
-            )
-        return rows.gradient[:, start:stop]
+        if not rows.gradients:
+            rows.gradients = tuple(torch.zeros_like(each, dtype=accumulator_dtype(each.dtype)) for each in rows.parts)
+        return tuple(each[start:stop] for each in rows.gradients)
 
-    def settle(self, at: LayerKey, gradient: Tensor) -> None:
-        """Add the gradients of later slices to `gradient` of the layer's slot 0, and forget the layer: it runs backward
-        itself now."""
+    def settle(self, at: LayerKey, gradients: Tensors) -> None:
+        """Add the gradients of later slices to `gradients` of the layer's slot 0, and forget the layer: it runs
+        backward itself now."""
         for rows in self._kept.pop(at, ()):
-            if rows.gradient is not None:
-                gradient[:, rows.start : rows.stop] += rows.gradient
+            for target, source in zip(gradients, rows.gradients, strict=False):
+                target[rows.start : rows.stop] += source
 
     def put_state(self, at: LayerKey, name: StateName, *, state: Tensor) -> None:
         """Keep a tensor for the next slice of a sequence; a recomputation changes nothing."""
@@ -364,71 +375,118 @@ def _own(tensor: Tensor, *, recomputed: bool) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-class Slots:
-    """Keys, values and gradient sums of one pass of `layer` by slot: slot 0 is this rank's own, context slots lie in
-    the store, messages bring all others. `buffers`: memory of messages, and of gradients that become messages."""
+@dataclass(slots=True)
+class _Expanded:
+    """Keys and values made from the latents of rows `rows` of a slot, and the sums of their gradients."""
 
-    def __init__(self, schedule: AttentionSchedule, *, store: ContextStore, layer: LayerKey, buffers: Buffers) -> None:
+    rows: tuple[Range, ...]
+    keys: Tensors
+    sums: RowSums
+
+
+class Slots:
+    """Parts and gradient sums of one pass of `layer` by slot: slot 0, whose `own` parts are given, is this rank's,
+    context slots lie in the store, messages bring all others. `buffers`: memory of messages, and of gradients that
+    become messages. `latents`: makes keys and values of the parts."""
+
+    def __init__(
+        self,
+        schedule: AttentionSchedule,
+        *,
+        own: Tensors,
+        store: ContextStore,
+        layer: LayerKey,
+        buffers: Buffers,
+        latents: Latents | None,
+    ) -> None:
         self._earlier = {each.slot: ((each.microbatch, layer[1]), each.span) for each in schedule.context}
         self._kept, self._store, self._layer, self._buffers = schedule.kept, store, layer, buffers
         self._held = {slot: store.read(*where) for slot, where in self._earlier.items()}
+        self._held[0], self._lengths = own, {0: len(own[0])}
+        self._latents, self._expanded = latents, dict[int, _Expanded]()
         self._messages: dict[int, Tensor] = {}
-        self._shapes: dict[int, torch.Size] = {}
         self._gradients: dict[int, RowSums] = {}
         self._stacks: dict[int, Tensor] = {}
-
-    def fill(self, slot: int, key: Tensor, *, value: Tensor) -> None:
-        """Set keys and values of a slot, `[tokens, kv_heads, head_dim]`."""
-        self._held[slot] = (key, value)
-        self._shapes[slot] = key.shape
 
     def keep(self, *, recomputed: bool) -> None:
         """Keep rows of slot 0 in the store that later microbatches need."""
         if self._kept:
-            key, value = self._held[0]
-            self._store.put(self._layer, self._kept, key=key, value=value, recomputed=recomputed)
+            self._store.put(self._layer, self._kept, parts=self._held[0], recomputed=recomputed)
 
-    def keys_of(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+    @contextmanager
+    def expanded(self, calls: Calls) -> Iterator[None]:
+        """Context of the calls of a round, which share keys and values made from latents; afterwards gradients of these
+        have become those of their latents."""
+        if self._latents is None:
+            yield
+            return
+        for slot, rows in rows_read(calls).items():
+            keys = self._latents.expand(*(take_rows(each, rows) for each in self._held[slot]))
+            make = functools.partial(_sums_like, keys)
+            self._expanded[slot] = _Expanded(rows=rows, keys=keys, sums=RowSums(make, num_rows=len(keys[0])))
+        yield
+        for slot, each in self._expanded.items():
+            if each.sums.has_terms:
+                parts = (take_rows(part, each.rows) for part in self._held[slot])
+                dk, dv = each.sums.result(each.keys[0].dtype)
+                self._add(slot, each.rows, *self._latents.collapse(*parts, dk=dk, dv=dv))
+        self._expanded.clear()
+
+    def keys_of(self, call: KernelCall) -> Tensors:
         """Keys and values of a call, pair by pair: views where one slot has them contiguously."""
-        parts = [[take_rows(each, ranges) for each in self._held[slot]] for slot, ranges in call.key_runs]
-        if len(parts) == 1:
-            return parts[0][0], parts[0][1]
-        key, value = (torch.cat(each) for each in zip(*parts, strict=True))
-        return key, value
+        found = []
+        for slot, ranges in call.key_runs:
+            keys = self._held[slot]
+            if slot in self._expanded:
+                keys, ranges = self._expanded[slot].keys, within(ranges, self._expanded[slot].rows)  # noqa: PLW2901
+            found.append([take_rows(each, ranges) for each in keys])
+        return tuple(found[0]) if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def add_gradients(self, call: KernelCall, dk: Tensor, *, dv: Tensor) -> None:
         """Add gradients of the keys and values of a call to those of their slots."""
         at = 0
         for slot, ranges in call.key_runs:
             stop = at + sum(last - first for first, last in ranges)
-            self._add(slot, ranges, dk[at:stop], dv=dv[at:stop])
+            terms = dk[at:stop], dv[at:stop]
+            if slot in self._expanded:
+                self._expanded[slot].sums.add(within(ranges, self._expanded[slot].rows), *terms)
+            else:
+                self._add(slot, ranges, *terms)
             at = stop
 
-    def _add(self, slot: int, ranges: Sequence[Range], dk: Tensor, *, dv: Tensor) -> None:
+    def _add(self, slot: int, ranges: Sequence[Range], *terms: Tensor) -> None:
+        """Add gradients of the parts of rows of a slot."""
         if slot not in self._earlier:
-            self.gradient(slot).add(ranges, dk, dv)
+            self.gradient(slot).add(ranges, *terms)
             return
-        for target, source in zip(self._store.gradient(*self._earlier[slot]), (dk, dv), strict=True):
+        for target, source in zip(self._store.gradients(*self._earlier[slot]), terms, strict=True):
             write_rows(target, ranges, source=source, add=True)
 
     def gradient(self, slot: int) -> RowSums:
-        """Sums of dK, dV of a slot outside the store; slot 0's start with the gradients of later microbatches."""
+        """Gradient sums of a slot outside the store; slot 0's start with the gradients of later microbatches."""
         if slot in self._gradients:
             return self._gradients[slot]
-        key = self._held[0][0]
-        shape, dtype = (2, *self._shapes[slot]), accumulator_dtype(key.dtype)
+        num_tokens, dtype = self._lengths[slot], accumulator_dtype(self._held[0][0].dtype)
 
-        def stacked() -> tuple[Tensor, ...]:
+        def stacked() -> Tensors:
             # Slot 0's gradient is handed to autograd, which keeps it; the others are sent, and their memory reused.
             make = self._buffers.take if slot else torch.empty
-            self._stacks[slot] = make(shape, dtype=dtype, device=key.device)
-            return self._stacks[slot].unbind()
+            self._stacks[slot] = make((self._elements(num_tokens),), dtype=dtype, device=self._held[0][0].device)
+            return self._parts_of(self._stacks[slot])
 
-        sums = self._gradients[slot] = RowSums(stacked, num_rows=shape[1])
+        sums = self._gradients[slot] = RowSums(stacked, num_rows=num_tokens)
         if slot == 0 and self._kept:
-            sums.whole  # noqa: B018  zeros, to which the store adds
-            self._store.settle(self._layer, self._stacks[0])
+            self._store.settle(self._layer, sums.whole)
         return sums
+
+    def _elements(self, num_tokens: int) -> int:
+        return num_tokens * sum(prod(each.shape[1:]) for each in self._held[0])
+
+    def _parts_of(self, memory: Tensor) -> Tensors:
+        """Views of the parts that lie in `memory`, one after the other."""
+        num_tokens = len(memory) // self._elements(1)
+        shapes = [(num_tokens, *each.shape[1:]) for each in self._held[0]]
+        return tuple(part.view(at) for part, at in zip(memory.split([prod(at) for at in shapes]), shapes, strict=True))
 
     def complete(self, messages: Sequence[Message]) -> None:
         """Finish sums that leave with these messages. On the compute stream, before the message stream takes over: the
@@ -438,16 +496,16 @@ class Slots:
                 self.gradient(message.slot).whole  # noqa: B018  all rows of the stack
 
     def payload(self, message: Message) -> Tensor:
-        """Contents of a message, `[2, tokens, kv_heads, head_dim]`. A gradient, complete by now, leaves its slot.
-        Keys and values that are passed on as received are not copied."""
+        """Contents of a message, one-dimensional. A gradient, complete by now, leaves its slot. Parts that are passed
+        on as received are not copied."""
         if message.payload is Payload.GRAD:
             del self._gradients[message.slot]
             return self._stacks.pop(message.slot)
         came = self._messages.get(message.slot)
-        if came is not None and merged(message.ranges) == ((0, came.shape[1]),):
+        if came is not None and merged(message.ranges) == ((0, self._lengths[message.slot]),):
             return came
         packed = self.allocate(message)
-        for target, source in zip(packed, self._held[message.slot], strict=True):
+        for target, source in zip(self._parts_of(packed), self._held[message.slot], strict=True):
             copy_rows(source, message.ranges, target=target)
         return packed
 
@@ -455,17 +513,17 @@ class Slots:
         """Memory for the contents of a message."""
         key = self._held[0][0]
         dtype = key.dtype if message.payload is Payload.KV else accumulator_dtype(key.dtype)
-        return self._buffers.take((2, message.num_tokens, *key.shape[1:]), dtype=dtype, device=key.device)
+        return self._buffers.take((self._elements(message.num_tokens),), dtype=dtype, device=key.device)
 
     def on_received(self, message: Message, carried: Tensor) -> None:
-        """Fill a slot with received keys and values, or add a received gradient to its slot's."""
+        """Fill a slot with received parts, or add a received gradient to its slot's."""
         if message.payload is Payload.KV:
-            self.fill(message.slot, carried[0], value=carried[1])
+            self._held[message.slot], self._lengths[message.slot] = self._parts_of(carried), message.num_tokens
             self._messages[message.slot] = carried
             return
         if message.slot not in self._earlier:
             self.gradient(message.slot).partial  # noqa: B018  its memory is given back below, so the first term must be copied
-        self._add(message.slot, message.ranges, carried[0], dv=carried[1])
+        self._add(message.slot, message.ranges, *self._parts_of(carried))
         self._buffers.give(carried, computed=True)
 
     def on_sent(self, message: Message, carried: Tensor) -> None:
@@ -474,7 +532,7 @@ class Slots:
             self._buffers.give(carried, computed=message.payload is Payload.GRAD)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget keys and values of slots that the rest of the pass does not read."""
+        """Forget parts of slots that the rest of the pass does not read."""
         for slot in slots:
             self._held.pop(slot, None)
             if slot in self._messages:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
 from rayfcp.execute.kernels import AttentionKernel, Pairs
+from rayfcp.execute.kernels.widths import EqualWidths
 from rayfcp.values.devices import CPU
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -26,6 +27,9 @@ class CpuKernel:
     """See `AttentionKernel`."""
 
     name = "torch's flash for CPUs"
+
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         parts = [
@@ -67,7 +71,7 @@ class CpuBackend(DeviceBackend):
     """See `DeviceBackend`; collectives run over gloo, whose connections the rendezvous ends."""
 
     def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:  # noqa: ARG002  an option of GPUs
-        yield CpuKernel()
+        yield EqualWidths(CpuKernel())
 
     @property
     def streams(self) -> None:

@@ -3,7 +3,8 @@
 Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
 preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
 flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Where Triton is
-installed, it merges partial results and computes losses.
+installed, it merges partial results and computes losses. Recurrent layers run on flash-linear-attention and
+causal-conv1d, where they are installed.
 """
 
 import functools
@@ -21,10 +22,29 @@ from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
 from rayfcp.execute.devices.page_locks import PageLocks
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, LossKernel, MergeKernel, Pairs, padded
+from rayfcp.execute.kernels import (
+    AttentionKernel,
+    KernelUnavailableError,
+    LossKernel,
+    MergeKernel,
+    Pairs,
+    padded,
+    usable,
+)
+from rayfcp.execute.kernels.convolution import CausalConv1d, ConvolutionKernel
+from rayfcp.execute.kernels.convolution import agrees as convolutions_agree
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
-from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel, TorchFlashKernel
+from rayfcp.execute.kernels.flash import (
+    FLASH_3_WIDTHS,
+    FlashAttn2Kernel,
+    FlashAttn3Kernel,
+    FlashAttn4Kernel,
+    TorchFlashKernel,
+)
+from rayfcp.execute.kernels.linear import FlashLinearKernel
+from rayfcp.execute.kernels.recurrence import RecurrenceKernel
+from rayfcp.execute.kernels.widths import EqualWidths
 from rayfcp.values.devices import CUDA, DeviceInfo
 
 logger = logging.getLogger(__name__)
@@ -45,17 +65,20 @@ class CudaKernel:
         self._kernels = {torch.float16: half, torch.bfloat16: half, torch.float32: single}
         self.name = f"{half.name}, {single.name} in fp32"
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
+        return self._of(query.dtype).supports(query, pairs=pairs)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         out, lse = self._of(query.dtype).forward(padded(query), padded(key), padded(value), pairs=pairs)
-        return out[..., : query.shape[-1]], lse
+        return out[..., : value.shape[-1]], lse
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head_dim, kernel = query.shape[-1], self._of(query.dtype)
+        head_dim, value_dim, kernel = query.shape[-1], value.shape[-1], self._of(query.dtype)
         grad_out, query, key, value, out = (padded(each) for each in (grad_out, query, key, value, out))
         dq, dk, dv = kernel.backward(grad_out, query, key, value, out, lse, pairs=pairs)
-        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def _of(self, dtype: torch.dtype) -> AttentionKernel:
         if dtype not in self._kernels:
@@ -125,7 +148,22 @@ class CudaBackend(DeviceBackend):
                 "or set cluster.device=cpu"
             )
         for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
-            yield CudaKernel(half=half, single=CutlassKernel())
+            unless = FLASH_3_WIDTHS if isinstance(half, FlashAttn3Kernel) else None
+            yield CudaKernel(half=EqualWidths(half, unless=unless), single=CutlassKernel())
+
+    def recurrences(self) -> Iterator[RecurrenceKernel]:
+        (chunked,) = super().recurrences()
+        if self.is_available() and (library := _library(("fla.ops",))):
+            yield FlashLinearKernel(library, other=chunked)
+        yield chunked
+
+    def convolutions(self) -> Iterator[ConvolutionKernel]:
+        (by_torch,) = super().convolutions()
+        if self.is_available() and (library := _library(("causal_conv1d",))):
+            kernel = CausalConv1d(library, other=by_torch)
+            if usable(kernel.name, lambda: convolutions_agree(kernel, by_torch, device="cuda")):
+                yield kernel
+        yield by_torch
 
     def merge_kernel(self) -> MergeKernel | None:
         module = _in_triton("merge")

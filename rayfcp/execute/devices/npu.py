@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend, to_device
 from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Lengths, Pairs
+from rayfcp.execute.kernels.widths import EqualWidths
 from rayfcp.values.devices import NPU
 
 MAX_PAIRS = 1024
@@ -41,6 +42,9 @@ class NpuKernel:
                 "'rayfcp[torch-npu]' in the version that matches torch"
             )
         self._library: Any = importlib.import_module("torch_npu")
+
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         found = []
@@ -142,7 +146,7 @@ class NpuBackend(DeviceBackend):
     """torch_npu has a fused optimizer of its own, with other arguments."""
 
     def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:  # noqa: ARG002  an option of GPUs
-        yield NpuKernel()
+        yield EqualWidths(NpuKernel())
 
     def abort_collectives(self, device: torch.device) -> None:
         """torch_npu stops the device, after which each operation fails until `restart` (Ascend Extension for PyTorch,

@@ -46,14 +46,19 @@ class Pairs:
 class AttentionKernel(Protocol):
     """Attention over packed pairs.
 
-    Queries `[queries, heads, head_dim]` and keys, values `[keys, kv_heads, head_dim]` of all pairs are concatenated;
-    `heads` is a multiple of `kv_heads`. Inputs may be strided views whose last dimension is contiguous.
+    Queries `[queries, heads, head_dim]`, keys `[keys, kv_heads, head_dim]` and values `[keys, kv_heads, value_dim]` of
+    all pairs are concatenated; `heads` is a multiple of `kv_heads`. Kernels that want one size of keys and values are
+    called by `rayfcp.execute.kernels.widths`. Inputs may be strided views whose last dimension is contiguous.
     """
 
     name: str
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
+        """False if such pairs need another kernel (`rayfcp.execute.kernels.operators`)."""
+        ...
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """out `[queries, heads, head_dim]` in the input's dtype; natural logsumexp `[queries, heads]` in fp32 (fp64
+        """out `[queries, heads, value_dim]` in the input's dtype; natural logsumexp `[queries, heads]` in fp32 (fp64
         for fp64)."""
         ...
 
@@ -68,7 +73,7 @@ class MergeKernel(Protocol):
     """Merge of partial attention results in one launch; see `rayfcp.execute.attention.slots.MergedAttention`."""
 
     def __call__(self, known_out: Tensor, known_lse: Tensor, *, rows: Tensor | int, out: Tensor, lse: Tensor) -> None:
-        """Merge `out` `[rows, heads, head_dim]` and `lse` `[rows, heads]`, results of further keys, into rows of
+        """Merge `out` `[rows, heads, value_dim]` and `lse` `[rows, heads]`, results of further keys, into rows of
         `known_out` and `known_lse`, fp32.
 
         `rows`: row numbers, int64, none twice; or the first of consecutive ones.
@@ -101,7 +106,8 @@ class KernelUnavailableError(ConfigError):
 
 
 def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
-    """The best kernel that can run on a kind of device; chosen, and logged, once.
+    """The best kernel that can run on a kind of device, and torch's operators for pairs that it does not support;
+    chosen, and logged, once.
 
     `sm_margin`: multiprocessors of a GPU that the kernel leaves to communication, if it can.
 
@@ -113,8 +119,10 @@ def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
 
 @functools.cache
 def _best(device: str, sm_margin: int) -> AttentionKernel:
+    from rayfcp.execute.kernels.operators import AnyPairs  # imports this module
+
     backend = backend_of(device)
-    kernel = next(backend.kernels(sm_margin=sm_margin))
+    kernel = AnyPairs(next(backend.kernels(sm_margin=sm_margin)))
     fused = {"merge": backend.merge_kernel(), "loss": backend.loss_kernel()}  # compiled before ranks wait for them
     found = ", ".join(name for name, each in fused.items() if each)
     logger.info("attention on %s: %s%s", device, kernel.name, found and f"; in Triton: {found}")

@@ -38,7 +38,7 @@ class _Chunks:
         """`[tokens, heads, ...]` as `[chunks, key_heads, heads / key_heads, size, ...]`, zero where there is none."""
         padded = tokens.new_zeros((sum(self.active) * self.size, *tokens.shape[1:])).index_copy(0, self.rows, tokens)
         chunks: Tensor = padded.unflatten(1, (key_heads, -1)).unflatten(0, (-1, self.size))
-        return chunks.movedim(1, 3)
+        return chunks.movedim(1, 3).contiguous()  # once, rather than in each product
 
     def joined(self, chunks: Tensor) -> Tensor:
         """The inverse of `split`."""

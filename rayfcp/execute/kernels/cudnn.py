@@ -33,6 +33,9 @@ class CudnnKernel:
     def __init__(self, *, short: AttentionKernel) -> None:
         self._short = short
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         if max(pairs.query_lengths) <= MAX_SHORT_QUERIES:
             return self._short.forward(query, key, value, pairs=pairs)

@@ -24,6 +24,9 @@ class CutlassKernel:
 
     name = "torch's memory-efficient"
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         offsets = offsets_of(pairs, device=query.device)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.kernels import AttentionKernel, Pairs, offsets_of, repeated
+from rayfcp.execute.kernels.widths import Widths
 
 MAX_FLASH_4_HEAD_DIM = 128
 """Largest head_dim that flash-attn 4 takes on all devices that it supports."""
+
+FLASH_3_WIDTHS = Widths(key=(129, 192), value=(97, 128))
+"""Sizes of keys and values that flash-attn 3 takes although they differ (`hopper/flash_api.cpp`, `mha_fwd`)."""
 
 
 def _options(pairs: Pairs, device: torch.device) -> dict[str, Any]:
@@ -25,6 +29,7 @@ def _options(pairs: Pairs, device: torch.device) -> dict[str, Any]:
     return {
         "softmax_scale": pairs.scale,
         "causal": pairs.causal,
+        "softcap": pairs.softcap,
         "cu_seqlens_q": offsets.query,
         "cu_seqlens_k": offsets.key,
         "max_seqlen_q": offsets.max_query,
@@ -46,10 +51,14 @@ class FlashAttn4Kernel:
     def __init__(self, library: Any, *, wide: AttentionKernel) -> None:
         self._library, self._wide = library, wide
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
+        return query.shape[-1] <= MAX_FLASH_4_HEAD_DIM or self._wide.supports(query, pairs=pairs)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         if query.shape[-1] > MAX_FLASH_4_HEAD_DIM:
             return self._wide.forward(query, key, value, pairs=pairs)
         options = _options(pairs, query.device)
+        options["softcap"] = pairs.softcap or None  # as this pass says that there is none
         out, lse, *_ = self._library._flash_attn_fwd(query, key, value, return_lse=True, **options)
         return out, lse.transpose(0, 1)
 
@@ -77,6 +86,9 @@ class FlashAttn3Kernel:
     def __init__(self, library: Any, *, sm_margin: int = 0) -> None:
         self._library, self._sm_margin = library, sm_margin
 
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return True
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         offsets = offsets_of(pairs, device=query.device)
         new_key, new_value, value_query, out = None, None, None, None
@@ -87,6 +99,7 @@ class FlashAttn3Kernel:
             *(query, key, value, new_key, new_value, value_query, out),
             *(offsets.query, offsets.key, new_offsets, used_query, used_key, offsets.max_query, offsets.max_key),
             *(*pages, *scales, pairs.scale, pairs.causal),
+            softcap=pairs.softcap,
             num_splits=1,
             sm_margin=self._sm_margin,
         )
@@ -102,6 +115,7 @@ class FlashAttn3Kernel:
             *(grad_out, query, key, value, out, lse.transpose(0, 1).contiguous()),
             *(offsets.query, offsets.key, used_query, used_key, offsets.max_query, offsets.max_key),
             *(dq, dk, dv, pairs.scale, pairs.causal),
+            softcap=pairs.softcap,
             sm_margin=self._sm_margin,
         )
         return dq, dk, dv
@@ -114,6 +128,9 @@ class FlashAttn2Kernel:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         options = _options(pairs, query.device) | {"dropout_p": 0.0}
@@ -128,7 +145,6 @@ class FlashAttn2Kernel:
             "dropout_p": 0.0,
             "window_size_left": -1,
             "window_size_right": -1,
-            "softcap": 0.0,
             "alibi_slopes": None,
         }
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "dq": dq, "dk": dk, "dv": dv}
@@ -142,6 +158,9 @@ class TorchFlashKernel:
     """See `AttentionKernel`; head_dim is a multiple of 8."""
 
     name = "torch's flash"
+
+    def supports(self, query: Tensor, *, pairs: Pairs) -> bool:  # noqa: ARG002
+        return not pairs.softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         offsets = offsets_of(pairs, device=query.device)

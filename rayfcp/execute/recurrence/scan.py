@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.recurrence.messages import Incoming, Outgoing, Shape, exchange
 from rayfcp.program import Range
-from rayfcp.program.scan import ScanProgram, StateRound
+from rayfcp.program.scan import ScanProgram, Share, StateRound
 
 Item = tuple[int, int]
 """(chain, part)."""
@@ -22,7 +23,7 @@ States = Mapping[Item, Tensor]
 """Of parts, `[heads, ...]`."""
 
 Shares = Mapping[Item, tuple[Tensor, ...]]
-"""Of parts, of a share of the heads: `[share, ...]` each."""
+"""Of parts, of a share of the heads and, of their states, of the columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +103,14 @@ class StateScan:
         """Of all parts of the chains that this rank folds, its share of the heads."""
 
         def share(item: Item, folder: int) -> tuple[Tensor, ...]:
-            return tuple(each[slice(*self._heads(item, folder))] for each in own[item])
+            state, *transition = own[item]
+            part = self._share(item, folder)
+            return state[_index(part)], *(each[slice(*part.heads)] for each in transition)
 
         rank = self._scan.rank
         leaving = [(each.peer, [of for item in each.items for of in share(item, each.peer)]) for each in step.sends]
         coming = [
-            (each.peer, [(item, self._heads(item, rank), has_transitions and item[1] > 0) for item in each.items])
+            (each.peer, [(item, self._share(item, rank), has_transitions and item[1] > 0) for item in each.items])
             for each in step.receives
         ]
         found = {item: share(item, rank) for item in own if item[0] in self._folded}
@@ -117,36 +120,37 @@ class StateScan:
         """Of parts of this rank, all heads."""
         leaving = [(each.peer, [folded[item][0] for item in each.items]) for each in step.sends]
         coming = [
-            (each.peer, [(item, self._heads(item, each.peer), False) for item in each.items]) for each in step.receives
+            (each.peer, [(item, self._share(item, each.peer), False) for item in each.items]) for each in step.receives
         ]
         rank, form, found = self._scan.rank, self._form, dict[Item, Tensor]()
 
-        def place(item: Item, heads: Range, share: Tensor) -> None:
-            if heads == (0, form.heads):
+        def place(item: Item, part: Share, share: Tensor) -> None:
+            if share.shape == (form.heads, *form.state):
                 found[item] = share
                 return
             if item not in found:
                 found[item] = form.like.new_empty(form.heads, *form.state)
-            found[item][slice(*heads)] = share
+            found[item][_index(part)] = share
 
         arrived = self._exchange(leaving, coming, meanwhile=lambda: None)
         for item, (share,) in folded.items():
             if self._scan.chains[item[0]].ranks[item[1]] == rank:
-                place(item, self._heads(item, rank), share)
-        for item, heads, (share,) in arrived:
-            place(item, heads, share)
+                place(item, self._share(item, rank), share)
+        for item, part, (share,) in arrived:
+            place(item, part, share)
         return found
 
-    def _heads(self, item: Item, folder: int) -> Range:
-        return self._scan.chains[item[0]].heads(folder, num_heads=self._form.heads)
+    def _share(self, item: Item, folder: int) -> Share:
+        form = self._form
+        return self._scan.chains[item[0]].share(folder, num_heads=form.heads, num_columns=form.state[-1])
 
     def _exchange(
         self,
         leaving: Sequence[tuple[int, list[Tensor]]],
-        coming: Sequence[tuple[int, list[tuple[Item, Range, bool]]]],
+        coming: Sequence[tuple[int, list[tuple[Item, Share, bool]]]],
         *,
         meanwhile: Callable[[], object],
-    ) -> list[tuple[Item, Range, tuple[Tensor, ...]]]:
+    ) -> list[tuple[Item, Share, tuple[Tensor, ...]]]:
         """Messages by peer, and what comes of each item: a share of its state, with a flag also of its transition."""
         form, sends, receives, due = self._form, [], [], []
         for peer, tensors in leaving:
@@ -154,9 +158,9 @@ class StateScan:
                 sends.append(Outgoing(peer, (num_elements,), partial(_concatenate, tensors)))
         for peer, items in coming:
             shapes = [
-                (last - first, *of)
-                for _, (first, last), has_transition in items
-                for of in (form.state, form.transition)[: 1 + has_transition]
+                shape
+                for _, part, has_transition in items
+                for shape in (_state_shape(part, form), (_length(part.heads), *form.transition))[: 1 + has_transition]
             ]
             due.append((items, shapes))
             if num_elements := sum(map(prod, shapes)):
@@ -167,9 +171,22 @@ class StateScan:
             sizes = [prod(shape) for shape in shapes]
             message = next(came) if sum(sizes) else form.like
             views = (each.view(shape) for each, shape in zip(message.split(sizes), shapes, strict=True))
-            for item, heads, has_transition in items:
-                found.append((item, heads, tuple(islice(views, 1 + has_transition))))
+            for item, part, has_transition in items:
+                found.append((item, part, tuple(islice(views, 1 + has_transition))))
         return found
+
+
+def _length(of: Range) -> int:
+    return of[1] - of[0]
+
+
+def _index(part: Share) -> tuple[Any, ...]:
+    """Where a share lies in a state, `[heads, dk, dv]`."""
+    return slice(*part.heads), ..., slice(*part.columns)
+
+
+def _state_shape(part: Share, form: StateForm) -> Shape:
+    return _length(part.heads), *form.state[:-1], _length(part.columns)
 
 
 def _concatenate(tensors: list[Tensor], target: Tensor) -> None:
