@@ -24,9 +24,11 @@ from rayfcp.program.instructions import (
     Payload,
     RankProgram,
 )
+from rayfcp.program.scans import ScanWork
 from rayfcp.program.table import AttentionTable
-from rayfcp.values import LayerKind, ModelProfile
+from rayfcp.values import LayerKind, ModelProfile, RecurrenceProfile
 from rayfcp.values.arrays import Ints
+from rayfcp.values.mixers import STATE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,17 @@ def forward_bytes(
         model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element, by_heads=by_heads
     )
     return num_tokens * each
+
+
+def scan_bytes(work: ScanWork, mixer: RecurrenceProfile, *, bytes_per_element: int) -> Ints:
+    """Bytes of each rank that a layer with a recurrence keeps of a microbatch's scan from forward to backward, whether
+    it is recomputed or not: states before parts, and at tails for later slices; its shares of the transitions that it
+    folds; halo rows. What `LayerBytes` takes for them is in proportion to tokens, as if parts were long."""
+    transition, state = mixer.state_elements
+    whole, _ = work.shares(mixer.num_heads, num_columns=mixer.value_dim)
+    folded = (work.inner.sum(axis=1)[:, None] * whole).sum(axis=0)
+    states = STATE_BYTES * (state * work.later.sum(axis=0) + transition * folded)
+    return np.asarray(states + bytes_per_element * mixer.conv_channels * work.halo_rows, np.int64)
 
 
 def held_bytes(passes: Sequence[PassUse], stage: Stage) -> tuple[Ints, Ints]:

@@ -18,7 +18,7 @@ from rayfcp.program.instructions import Range
 from rayfcp.program.pieces import Pieces
 from rayfcp.program.scan import Chain, ChainEnd, HaloCopy, ScanProgram, Segment, StateMessage, StateRound
 from rayfcp.values import RecurrentKind
-from rayfcp.values.arrays import Bools, Ints, expanded
+from rayfcp.values.arrays import Bools, Floats, Ints, expanded
 from rayfcp.values.sequence import POSITIONS
 
 
@@ -300,6 +300,70 @@ class ScanTable:
                 source=_ranges(halos.source[mine]),
                 target=_ranges(halos.target[mine]),
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanWork:
+    """A recurrence, whatever its shape. `cut`, `whole`: tokens of each rank in sequences of several parts, and in
+    others. `[chain, rank]`: parts of the rank but last ones (`leading`), but first ones (`later`), and but either
+    (`inner`); `position` of the rank among those that fold the chain, of which there are `folders[chain]`, -1 if it is
+    none. `halos`: rows that travel, `[source, target]`; `halo_rows`: of each rank's halo buffer."""
+
+    cut: Floats
+    whole: Floats
+    leading: Floats
+    later: Floats
+    inner: Floats
+    position: Ints
+    folders: Ints
+    halos: Floats
+    halo_rows: Floats
+
+    @classmethod
+    def of(cls, table: ScanTable) -> "ScanWork":
+        """That of a table."""
+        parts, num_ranks = table.parts, len(table.tokens)
+        sizes, is_cut = (parts.stop - parts.start).astype(np.float64), table.chain >= 0
+        cut = np.bincount(parts.rank, sizes * is_cut, minlength=num_ranks).astype(np.float64)
+        chain, number, rank = (each[is_cut] for each in (table.chain, table.number, parts.rank))
+        place, num_chains = chain * num_ranks + rank, len(table.size)
+
+        def counted(which: Bools) -> Floats:
+            found = np.bincount(place, which, minlength=num_chains * num_ranks)
+            return found.astype(np.float64).reshape(num_chains, num_ranks)
+
+        leads, follows = number < table.size[chain] - 1, number > 0
+        flat = np.full(num_chains * num_ranks, len(number))
+        np.minimum.at(flat, place, number)
+        first = flat.reshape(num_chains, num_ranks)
+        position = np.argsort(np.argsort(first, axis=1, kind="stable"), axis=1, kind="stable")
+        rows, apart = table.halos, table.halos.sender != table.halos.receiver
+        halos = np.bincount(rows.sender * num_ranks + rows.receiver, apart, minlength=num_ranks**2)
+        return cls(
+            cut=cut,
+            whole=table.tokens - cut,
+            leading=counted(leads),
+            later=counted(follows),
+            inner=counted(leads & follows),
+            position=np.where(first < len(number), position, -1),
+            folders=(first < len(number)).sum(axis=1),
+            halos=halos.astype(np.float64).reshape(num_ranks, num_ranks),
+            halo_rows=np.bincount(rows.receiver, minlength=num_ranks).astype(np.float64),
+        )
+
+    def shares(self, num_heads: int, *, num_columns: int) -> tuple[Floats, Floats]:
+        """`[chain, rank]`: shares of the transitions and of the states of a layer that a rank folds
+        (`rayfcp.program.scan.Chain.share`)."""
+        at, count = self.position, self.folders[:, None]
+        heads = num_heads * (at + 1) // count - num_heads * at // count
+        head = num_heads * at // count
+        first, last = (-(-each * count // num_heads) for each in (head, head + 1))
+        width = np.maximum(last - first, 1)
+        columns = num_columns * (at - first + 1) // width - num_columns * (at - first) // width
+        gathered, by_columns = count <= 2, (count > num_heads) & (count > 2)
+        heads = np.where(gathered, num_heads, np.where(by_columns, columns > 0, heads)) * (at >= 0)
+        states = heads * np.where(by_columns, columns, num_columns)
+        return heads / num_heads, states / (num_heads * num_columns)
 
 
 def _ranges(rows: Ints) -> tuple[Range, ...]:

@@ -4,7 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from rayfcp.cost.memory import (
+    FP32_BYTES,
     LayersBytes,
     ending_bytes,
     forward_state_bytes,
@@ -13,12 +16,15 @@ from rayfcp.cost.memory import (
     stage_state_bytes,
 )
 from rayfcp.program import Backward, Encode, Forward, Instruction, Programs
-from rayfcp.program.ledger import AttentionUse, Stage, forward_bytes, held_bytes, uses_of
+from rayfcp.program.ledger import AttentionUse, Stage, forward_bytes, held_bytes, scan_bytes, uses_of
+from rayfcp.program.scans import ScanWork
 from rayfcp.simulate.machine import Machine
+from rayfcp.simulate.scans import kind_of, recurrences
 from rayfcp.simulate.script import Instants
 from rayfcp.simulate.steady import ReplayOutcome, timed
 from rayfcp.simulate.timeline import Sample
-from rayfcp.values.arrays import Floats
+from rayfcp.values import LayerProfile
+from rayfcp.values.arrays import Floats, Ints
 
 Every = Literal["microbatch", "step"]
 
@@ -133,6 +139,7 @@ class _Stage:
             kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(stage).kinds),
         )
         self._per_token: dict[tuple[int, bool], int] = {}
+        self._scans = _scans_beyond(programs, machine.part(stage).layers, bytes_per_element=machine.bytes_per_element)
 
     def samples(self, passes: Iterator[_Pass], rank: int, *, ending: int) -> tuple[Sample, ...]:
         """One stage, which needs `ending` bytes more as gradients of embedding and head are summed. Activations of an
@@ -172,10 +179,14 @@ class _Stage:
         uses = uses_of(self._instructions, lambda number, kind: AttentionUse.of_rank(attention[kind][number], rank))
         peaks, left_bytes = held_bytes(uses, self._part)
         samples: list[Sample] = [(0.0, self._base_bytes)]
+        scans = 0
         for each, peak, left in zip(passes, peaks.tolist(), left_bytes.tolist(), strict=True):
-            peak_s = each.start_s if isinstance(each.item, Backward) else each.stop_s
+            backward, own = isinstance(each.item, Backward), int(self._scans[each.item.microbatch][rank])
+            at_peak = scans if backward else scans + own
+            scans += -own if backward else own
+            peak_s = each.start_s if backward else each.stop_s
             samples.append((each.start_s, samples[-1][1]))
-            samples += [(peak_s, self._base_bytes + peak), (each.stop_s, self._base_bytes + left)]
+            samples += [(peak_s, self._base_bytes + peak + at_peak), (each.stop_s, self._base_bytes + left + scans)]
         return tuple(samples)
 
     def _forward_bytes(self, item: Forward, rank: int) -> int:
@@ -190,4 +201,18 @@ class _Stage:
                 by_heads=by_heads,
                 bytes_per_element=self._machine.bytes_per_element,
             )
-        return int(table.tokens[rank]) * self._per_token[key]
+        return int(table.tokens[rank]) * self._per_token[key] + int(self._scans[item.microbatch][rank])
+
+
+def _scans_beyond(programs: Programs, layers: Sequence[LayerProfile], *, bytes_per_element: int) -> Sequence[Ints]:
+    """`[microbatch][rank]`: bytes of recurrences (`scan_bytes`) beyond those that are counted by token."""
+    found = []
+    for number, tokens in enumerate(programs.tokens):
+        more = np.zeros(len(tokens), np.int64)
+        works = {kind: ScanWork.of(tables[number]) for kind, tables in programs.scans.items()}
+        for mixer in (each for layer in layers for each in recurrences(layer)):
+            counted = FP32_BYTES * mixer.kept_statistics * tokens
+            exact = scan_bytes(works[kind_of(mixer)], mixer, bytes_per_element=bytes_per_element)
+            more += np.maximum(exact - counted, 0)
+        found.append(more)
+    return found

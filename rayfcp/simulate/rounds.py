@@ -11,11 +11,12 @@ from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
 from rayfcp.program import Encode, Payload, Programs, Send
 from rayfcp.program.heads import TO_HEADS
 from rayfcp.program.instructions import WHOLE, Column, of_kind
+from rayfcp.program.scans import ScanWork
 from rayfcp.program.table import AttentionTable
 from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
-from rayfcp.simulate.scans import ScanRound, ScanWork, kind_of, recurrences, rounds_of
+from rayfcp.simulate.scans import ScanRound, kind_of, recurrences, rounds_of
 from rayfcp.simulate.script import HopKey
 from rayfcp.values import LayerProfile
 from rayfcp.values.arrays import Floats, Ints, expanded

@@ -10,16 +10,19 @@ from hypothesis import strategies as st
 
 from rayfcp.cost.analytic import LINEAR_BACKWARD
 from rayfcp.program import Programs, lower
+from rayfcp.program.ledger import scan_bytes
 from rayfcp.program.scan import ScanProgram
+from rayfcp.program.scans import ScanWork
 from rayfcp.simulate import simulate
 from rayfcp.simulate.machine import machine_of
-from rayfcp.simulate.scans import ScanWork, rounds_of
+from rayfcp.simulate.scans import rounds_of
 from rayfcp.values import FULL, LayerProfile, ModelProfile, Primitive, RecurrenceProfile, RecurrentKind, SpanKind
 from tests.examples import examples
 from tests.masks import specs
 from tests.program.changes import with_parts
 from tests.program.helpers import forwards, short_plan
-from tests.program.pipelines import random_pipelines
+from tests.program.pipelines import pipeline, random_pipelines
+from tests.program.pipelines import plan_of as pipelines_of
 from tests.program.test_scans import with_kinds
 from tests.simulate.helpers import machine, plan_of
 
@@ -158,3 +161,23 @@ def test_recomputed_layers_pass_their_states_again_unless_they_are_kept(recomput
     forward = sum(each.moved.sum() for each in rounds_of(work, DELTA, machine=small, backward=False))
     assert kept == pytest.approx(bytes_once)
     assert again == pytest.approx(bytes_once + recomputed * forward)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_memory_of_states(num_stages: int) -> None:
+    """A zig-zag ring of four ranks, seven parts: the ranks in the middle keep two states with their halos, the others
+    one, and all a head of each of five transitions. Where parts are long, what is counted by token covers that."""
+    mixer, halo_bytes = replace(DELTA, num_heads=4), 3 * 10 * 2
+    state_bytes, transition_bytes = 4 * 4 * 4 * 8, 4 * 5 * 4 * 4
+    model = model_of(mixer, num_layers=num_stages)
+    microbatch = replace(plan_of([[((0, 1, 2, 3), (0,))]], num_ranks=4).microbatches[0], predicted_s=1.0)
+    stages = pipeline([microbatch], start=0, stop=1, recomputed_layers=[[0]] * num_stages)
+    plan = pipelines_of([microbatch], [stages], num_ranks=4)
+    more = []
+    for num_tokens in (64, 64_000):
+        programs = lower(plan, with_kinds(specs([num_tokens]), KIND))
+        kept = scan_bytes(ScanWork.of(programs.scans[KIND][0]), mixer, bytes_per_element=2)
+        assert kept.tolist() == [each * (state_bytes + halo_bytes) + transition_bytes for each in (1, 2, 2, 1)]
+        peak = simulate(programs, model=model, hardware=machine()).peak_memory_bytes
+        more.append([peak[at + 1] - peak[at] for at in range(0, len(peak), 4)])
+    assert more == [[state_bytes + halo_bytes] * num_stages, [0] * num_stages]
