@@ -299,4 +299,10 @@ def _microbatches(batch: Columns, schedule: Schedule, *, sizes: Sequence[int], l
     return drafts
 
 
-INFO = StrategyInfo(name="dynamic-cp", propose=in_stages(propose), primitive=Primitive.RING, is_slow_in_stages=True)
+INFO = StrategyInfo(
+    name="dynamic-cp",
+    propose=in_stages(propose),
+    primitive=Primitive.RING,
+    is_slow_in_stages=True,
+    shares_recurrent_heads=True,
+)

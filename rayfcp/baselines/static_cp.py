@@ -384,4 +384,4 @@ def propose(
     return found
 
 
-INFO = StrategyInfo(name="static-cp", propose=propose, primitive=Primitive.RING)
+INFO = StrategyInfo(name="static-cp", propose=propose, primitive=Primitive.RING, shares_recurrent_heads=True)
