@@ -104,9 +104,8 @@ def simulate(
     traffic = flatten(programs, machine=machine, by_heads=recurrent_heads)
     held = np.tile(programs.tokens.astype(np.float64), programs.num_stages)
     encoded = work_of(programs.encodes, machine=machine) if any(programs.encodes) else None
-    work = np.concatenate((held, *(each.rows for each in (encoded,) if each)))
+    work = np.concatenate((held, encoded.rows)) if encoded else held
     outcome = run(programs, machine=machine, traffic=traffic, work=work, gather_every=gather_every)
-    amounts = _amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded)
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
         draw=lambda: spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
@@ -115,7 +114,7 @@ def simulate(
         num_ranks=machine.num_ranks,
         num_stages=machine.num_stages,
         peak_flops=hardware.peak_flops,
-        **amounts,
+        **_amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded),
     )
 
 
