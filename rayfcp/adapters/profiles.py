@@ -45,12 +45,21 @@ def profile_of(model: ModelSource) -> ModelProfile:
     return _from_config(config, name=path.parent.name or "model")
 
 
+_OTHER_MIXERS = ("kv_lora_rank", "linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads")
+"""Keys of layers that are no plain attention."""
+
+
 def _from_config(config: Mapping[str, Any], *, name: str) -> ModelProfile:
     keys: Mapping[str, Any] = {**config, **config["text_config"]} if config.get("text_config") else config
     missing = [key for key in NEEDED if not keys.get(key)]
     if missing:
         raise ConfigError(
             f"model {name!r} has no {missing[0]}, must have all of {', '.join(NEEDED)}; give a profile as a YAML file"
+        )
+    other = next((key for key in _OTHER_MIXERS if keys.get(key)), None)
+    if other is not None:
+        raise ConfigError(
+            f"model {name!r} has {other}, layers with latents or a recurrence; give a profile of them as a YAML file"
         )
     heads = keys["num_attention_heads"]
     return ModelProfile(

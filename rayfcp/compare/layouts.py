@@ -80,8 +80,10 @@ def misfit(layout: ParallelLayout, *, inputs: Inputs, model: ModelProfile, hardw
         return f"{number} stages are more than the model's {model.num_layers} layers"
     if layout.devices_per_rank > 1 and model.vision is not None:
         return f"{number} stages x {size} devices cannot share the model's vision encoder"
-    if size > 1 and model.has_experts:
-        return f"{size} tensor-parallel devices cannot share the model's experts"
+    recurrent = any(kind.recurrence for kind, _ in model.layer_kinds)
+    if size > 1 and (model.has_experts or recurrent):
+        what = "experts" if model.has_experts else "recurrent layers"
+        return f"{size} tensor-parallel devices cannot share the model's {what}"
     for what, bound in (
         ("heads of the model", model.num_heads),
         ("key/value heads of the model", model.num_kv_heads),

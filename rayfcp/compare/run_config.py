@@ -70,9 +70,9 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
     """Return the model by name or architecture; features of a family need its folder."""
     dtype = {"dtype": DTYPES[hardware_profile(inputs.hardware).dtype_bytes]}
     named = not ("/" in inputs.model or inputs.model.endswith((".yaml", ".yml")))
-    if named and not inputs.model.startswith(WITHOUT_FAMILY):
+    if named and not inputs.model.startswith(WITHOUT_FAMILY) and not model.layers:
         return {"name": inputs.model, **dtype}
-    if model.layer_kinds or model.shared_ffn_size or model.vision is not None:
+    if model.layers or model.layer_kinds or model.shared_ffn_size or model.vision is not None:
         return {"path": MODEL, **dtype}
     family = "qwen3" if model.head_norms or model.has_experts else "llama"
     shape = {

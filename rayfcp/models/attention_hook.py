@@ -42,7 +42,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,  # noqa: ARG001  the library has none for us
     *,
     scaling: float | None = None,
     **keywords: Any,

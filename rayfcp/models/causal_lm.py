@@ -22,9 +22,10 @@ from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
 from rayfcp.models.latent import send_latents
 from rayfcp.models.layers import kinds_of_layers
-from rayfcp.models.library import text_of
+from rayfcp.models.library import decoder_layers, decoder_of, text_of
+from rayfcp.models.logits import LogitCurve, curve_of
 from rayfcp.models.recurrence_hook import hook_recurrence
-from rayfcp.models.stages import Stage, cut, decoder_layers, enter, head_of, is_tied
+from rayfcp.models.stages import Stage, cut, enter, head_of, is_tied
 
 if TYPE_CHECKING:
     from rayfcp.execute.vision import PlacedFeatures
@@ -33,17 +34,22 @@ _SCALED_ROWS = 4096
 """Rows scaled in fp32 at a time: enough for one kernel launch, little memory."""
 
 
-def head_loss(head: nn.Linear, hidden: Tensor, *, targets: Targets, chunk_tokens: int) -> Tensor:
-    """Weighted sum of the terms of `targets`, in fp32 at least. `hidden`: `[tokens, hidden]`.
+PLAIN = LogitCurve()
+
+
+def head_loss(
+    head: nn.Linear, hidden: Tensor, *, targets: Targets, chunk_tokens: int, curve: LogitCurve = PLAIN
+) -> Tensor:
+    """Weighted sum of the terms of `targets`, in fp32 at least. `hidden`: `[tokens, hidden]`. `curve`: of the logits.
 
     From forward to backward it keeps the gradients of `hidden` and of the head's trained parameters, in their dtypes.
     """
-    return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return, no-untyped-call]
+    return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens, curve)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def weighted_terms(head: nn.Module, hidden: Tensor, *, targets: Targets) -> Tensor:
+def weighted_terms(head: nn.Module, hidden: Tensor, *, targets: Targets, curve: LogitCurve = PLAIN) -> Tensor:
     """`head_loss` by autograd, all logits at once, for any head."""
-    terms = targets.loss.terms(head(hidden), targets)
+    terms = targets.loss.terms(curve(head(hidden)), targets)
     targets.terms.copy_(terms.detach())
     return targets.weighted(terms)
 
@@ -57,6 +63,7 @@ class _HeadLoss(torch.autograd.Function):
         bias: Tensor | None,
         targets: Targets,
         chunk_tokens: int,
+        curve: LogitCurve,
     ) -> Tensor:
         sum_dtype = wide(hidden)
         loss = hidden.new_zeros((), dtype=sum_dtype)
@@ -66,7 +73,10 @@ class _HeadLoss(torch.autograd.Function):
         parts = (each.split(chunk_tokens) for each in (hidden, hidden_grad))
         for own, own_grad, wanted in zip(*parts, targets.split(chunk_tokens), strict=True):
             logits = F.linear(own, weight, bias)
+            slope = curve.bend(logits)
             terms = targets.loss.into_gradient(logits, wanted)
+            if not curve.is_plain:
+                logits *= slope
             wanted.terms.copy_(terms)
             loss += wanted.weighted(terms)
             torch.mm(logits, weight, out=own_grad)
@@ -74,7 +84,7 @@ class _HeadLoss(torch.autograd.Function):
                 weight_grad.addmm_(logits.t(), own)
             if bias_grad is not None:
                 bias_grad += logits.sum(0, dtype=sum_dtype)
-            del logits
+            del logits, slope
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return loss
 
@@ -84,7 +94,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad, weight_grad, bias_grad = ctx.saved_tensors
         biases = None if bias_grad is None else (bias_grad * scale).to(hidden_grad.dtype)
         weights = None if weight_grad is None else _scaled(weight_grad, scale)
-        return _scaled(hidden_grad, scale), weights, biases, None, None
+        return _scaled(hidden_grad, scale), weights, biases, None, None, None
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -114,6 +124,7 @@ class CausalLM(StageModule):
         total = len(decoder_layers(self.decoder))
         self.stage = stage or Stage(start=0, stop=total, num_layers=total)
         self.is_tied = is_tied(model)
+        self.curve = curve_of(model.config)
         cut(model, self.stage)
         numbers = range(self.stage.start, self.stage.stop)
         send_latents(self.layers)
@@ -128,7 +139,7 @@ class CausalLM(StageModule):
     @property
     def decoder(self) -> nn.Module:
         """Embedding, layers and final norm."""
-        return self.model.get_decoder()  # type: ignore[no-any-return]
+        return decoder_of(self.model)  # type: ignore[no-any-return]
 
     @property
     def head(self) -> nn.Module:
@@ -191,12 +202,12 @@ class CausalLM(StageModule):
 
     def _loss(self, hidden: Tensor, targets: Targets, *, few: int, keep_logits: bool) -> Tensor:
         """Weighted sum of terms in chunks of `few` tokens: by `head_loss` if logits are kept, or by repeated passes."""
-        head, run = self.head, weighted_terms
+        head, run = self.head, functools.partial(weighted_terms, curve=self.curve)
         if torch.is_grad_enabled():
             if keep_logits and type(head) is nn.Linear:
-                return head_loss(head, hidden, targets=targets, chunk_tokens=few)
+                return head_loss(head, hidden, targets=targets, chunk_tokens=few, curve=self.curve)
             few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more per token
-            run = functools.partial(checkpoint, weighted_terms, use_reentrant=False, preserve_rng_state=False)
+            run = functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         parts = zip(hidden.split(few), targets.split(few), strict=True)
         return torch.stack([run(head, own, targets=wanted) for own, wanted in parts]).sum()
 

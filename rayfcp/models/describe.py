@@ -26,23 +26,13 @@ from rayfcp.values import ModelProfile
 NAMED_POSITIONS = 131072
 """Positions of models given by name."""
 
-_REFUSED = {
-    "attn_logit_softcapping": "caps the logits of its attention, which kernels over several ranks do not",
-    "final_logit_softcapping": "caps its logits, which the loss does not",
-    "logit_scale": "scales its logits, which the loss does not",
-}
-"""Keys that must not be set, with the reason."""
-
-_SINK = re.compile(r"\bsinks?\b")
-"""Attention parameters that receive attention weight instead of the keys."""
-
 _SAME_NAMES = (
     *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
     *("tied_embeddings", "num_experts", "experts_per_token"),
 )
 """Fields that mean the same in `ModelProfile` and `ArchitectureConfig`."""
 
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def model_config(
@@ -167,24 +157,12 @@ def check_runs(found: PreTrainedConfig) -> None:
         ConfigError: The language model uses what we do not run, or does not state its shape (see `model_config`).
     """
     check_layer_types(found)
-    for name, why in _REFUSED.items():
-        value = getattr(found, name, None)
-        if value is not None:
-            raise ConfigError(f"model: {found.model_type} {why} ({name}={value}); choose another model")
-    if getattr(found, "logits_scaling", None) not in (None, 1.0):
-        raise ConfigError(f"model: logits_scaling={found.logits_scaling} is not supported; choose another model")
     _check_dropout(found)
     for name in _SHAPE:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
-    (layer,) = decoder_modules(found, num_layers=1)
-    sink = next((name for name, _ in layer.named_parameters() if _SINK.search(name)), None)
-    if sink is not None:
-        raise ConfigError(
-            f"model: {found.model_type} has attention sinks ({sink}), which kernels over several ranks "
-            "lack; choose another model"
-        )
+    decoder_modules(found, num_layers=1)
 
 
 def dropout_keys(found: PreTrainedConfig) -> list[str]:
@@ -218,6 +196,11 @@ def _named(name: str) -> ArchitectureConfig:
         shape = model_profile(name)
     except ValueError as error:
         raise ConfigError(f"model.name: {error}") from error
+    if shape.layers or shape.kind_of_layer:
+        raise ConfigError(
+            f"model.name is {name!r}, whose layers are not all equal, which an architecture cannot say; give the "
+            "folder of its configuration as model.path"
+        )
     family, vision = _family(name, shape), None
     if shape.vision is not None:
         from rayfcp.models.vision import FAMILIES

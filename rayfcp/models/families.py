@@ -1,4 +1,4 @@
-"""Which families of the installed transformers library run: `python -m rayfcp.models.families [--json PATH] [FAMILY ...]`.
+"""Which families of the installed transformers library run: `python -m rayfcp.models.families [--json PATH] [FAMILY]`.
 
 Each family's default configuration, with dropout set to 0, passes what a run checks before its first step; a tiny model
 of it is run both ways (`rayfcp.models.selfcheck`). A family that runs may still be refused for a configuration of its

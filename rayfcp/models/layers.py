@@ -22,8 +22,8 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     types = getattr(config, "layer_types", None) or []
     if _INDEXED in types:
         raise ConfigError(
-            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, but a rank has a "
-            "part of them; choose another model, such as deepseek_v3"
+            f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, of which a rank "
+            "has a part; choose another model, such as deepseek_v3"
         )
     unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
     if unknown:
@@ -47,12 +47,6 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     attends = {_FULL: FULL, _SLIDING: LayerKind(window=window)}
     kinds = tuple(mixing_of(config, each) or attends.get(each, FULL) for each in types[: config.num_hidden_layers])
     return kinds if set(kinds) != {FULL} else ()
-
-
-def layers_of_each_type(config: PreTrainedConfig) -> int:
-    """Number of the first layers that contain one of each type."""
-    types = getattr(config, "layer_types", None) or [_FULL]
-    return max(types.index(each) for each in set(types)) + 1
 
 
 def num_experts(config: PreTrainedConfig) -> int:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -16,11 +17,12 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, layers_of_each_type, num_experts
+from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, num_experts
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
@@ -32,7 +34,19 @@ NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
 _LATENT_SIZES = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 20}
-"""Sizes of `narrowed` models."""
+_NARROW = {
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), FFN_SIZE),
+    **dict.fromkeys(("ffn_dim", "n_inner"), FFN_SIZE),
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "vocab_size": VOCAB_SIZE,
+    "first_k_dense_replace": 1,
+    **_LATENT_SIZES,
+}
+"""Sizes of `narrowed` models, and keys that are none larger in them."""
+
+_LAYER_LISTS = ("layers", "h", "blocks")
+"""Names of a decoder's list of layers, by family."""
 
 
 MARK = ".lora_"
@@ -119,6 +133,23 @@ def make_language_model(text: PreTrainedConfig) -> Any:
     return auto.from_config(text)
 
 
+def decoder_of(library: Any) -> Any:
+    """Embedding, layers and final norm of a model of the library."""
+    found = library.get_decoder()
+    return found if isinstance(found, PreTrainedModel) and found is not library else library.base_model
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """
+    Raises:
+        TypeError: The decoder has no list of layers.
+    """
+    for name in _LAYER_LISTS:
+        if isinstance(found := getattr(decoder, name, None), nn.ModuleList):
+            return found
+    raise TypeError(f"{type(decoder).__name__} has no list of layers")
+
+
 def keywords_of(config: PreTrainedConfig, *, dtype: str) -> dict[str, Any]:
     """Keywords of the library's model for `dtype`: grouped matrix products do not support fp64."""
     return {"experts_implementation": "eager"} if dtype == "float64" and num_experts(config) else {}
@@ -138,35 +169,42 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     """A copy with few layers, heads, experts and words, narrow MLPs and short windows; at least as many layers as
-    contain one of each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
-    heads stay grouped. A vision encoder is narrowed too."""
+    contain one of each type, and one of each of dense MLPs and experts. Heads keep their size, since tables of rotary
+    factors and partial rotations are made for it; grouped heads stay grouped. A vision encoder is narrowed too."""
     family = vision_family(config)
     if family is not None:
         text = narrowed(text_of(config), num_layers)
         return family.narrowed(config, text=text, num_layers=num_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None)
-    tiny = with_layers(config, max(num_layers, layers_of_each_type(config)))
+    tiny = copy.deepcopy(config)
     tiny.hidden_size = HEADS * head_dim
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
         tiny.num_key_value_heads = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
-    for name, value in _narrow_sizes(config).items():
+    for name, size in (_NARROW | _narrow_experts(config)).items():
         if getattr(config, name, None):
-            setattr(tiny, name, value)
+            setattr(tiny, name, min(getattr(config, name), size))
     if config.model_type in RECURRENT:
         for name, value in RECURRENT[config.model_type].narrow(tiny).items():
             setattr(tiny, name, value)
-    tiny.vocab_size = VOCAB_SIZE
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(tiny, name, None)
-    return tiny
+    if getattr(tiny, "pad_token_id", None) is not None:
+        tiny.pad_token_id = None
+    return with_layers(tiny, max(num_layers, _layers_of_each_shape(tiny)))
 
 
-def _narrow_sizes(config: PreTrainedConfig) -> dict[str, int]:
-    """Values of those keys that a configuration sets. Experts in groups keep their number."""
-    widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), FFN_SIZE)
+def _narrow_experts(config: PreTrainedConfig) -> dict[str, int]:
+    """Numbers of experts of a narrowed model; those in groups keep theirs."""
     is_grouped = (getattr(config, "n_group", None) or 1) > 1
-    count = num_experts(config) if is_grouped else min(num_experts(config), max(NUM_EXPERTS, experts_per_token(config)))
-    others = {"first_k_dense_replace": 1, "sliding_window": min(getattr(config, "sliding_window", None) or 0, WINDOW)}
-    return widths | dict.fromkeys(EXPERT_COUNTS, count) | _LATENT_SIZES | others
+    count = num_experts(config) if is_grouped else max(NUM_EXPERTS, experts_per_token(config))
+    return dict.fromkeys(EXPERT_COUNTS, count)
+
+
+def _layers_of_each_shape(config: PreTrainedConfig) -> int:
+    """Number of the first layers that contain one of each type with each shape of parameters."""
+    with torch.device("meta"):
+        layers = decoder_layers(decoder_of(make_language_model(config)))
+    types = getattr(config, "layer_types", None) or [""] * len(layers)
+    shapes = ([(name, each.shape) for name, each in layer.named_parameters()] for layer in layers)
+    found = [(kind, tuple(shape)) for kind, shape in zip(types, shapes, strict=False)]
+    return max(found.index(each) for each in set(found)) + 1

@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.models.library import MARK, REWARD_HEAD, has_reward_head, library_name
+from rayfcp.models.library import MARK, REWARD_HEAD, decoder_layers, decoder_of, has_reward_head, library_name
 from rayfcp.models.nf4 import BLOCK, Nf4Linear
 from rayfcp.models.pretrained import library_on_meta
-from rayfcp.models.stages import decoder_layers, head_of
+from rayfcp.models.stages import head_of
 from rayfcp.values import AdapterProfile
 
 _PREFIX = "base_model.model."
@@ -84,7 +84,7 @@ def quantize(library: Any, *, dtype: torch.dtype) -> None:
 
 def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
     """What PEFT matches with the names of modules: ends of names, or an expression where an encoder has the same."""
-    decoder = library.get_decoder()
+    decoder = decoder_of(library)
     linear = {
         name.rpartition(".")[2]
         for layer in decoder_layers(decoder)
@@ -103,7 +103,7 @@ def _check_layers(library: Any, lora: LoraConfig) -> None:
     Raises:
         ConfigError: See `inject`.
     """
-    layers = decoder_layers(library.get_decoder())
+    layers = decoder_layers(decoder_of(library))
     wrapped = {name: module for name, module in library.named_modules() if isinstance(module, LoraLayer)}
     inside = [{name for name, module in layer.named_modules() if isinstance(module, LoraLayer)} for layer in layers]
     if len(wrapped) != sum(map(len, inside)):
@@ -163,7 +163,7 @@ def adapter_profile(config: PreTrainedConfig, lora: LoraConfig) -> AdapterProfil
     """
     library = library_on_meta(config)
     inject(library, lora)
-    layers = decoder_layers(library.get_decoder())
+    layers = decoder_layers(decoder_of(library))
     wrapped = [module for module in layers.modules() if isinstance(module, LoraLayer)]
     # Products with A; DoRA keeps the outputs of both branches too.
     kept = sum(module.r[ADAPTER] + 2 * lora.dora * module.out_features for module in wrapped)

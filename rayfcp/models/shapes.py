@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
 from rayfcp.models.layers import experts_per_token, kinds_of_layers, num_experts
-from rayfcp.models.library import make_language_model, with_layers
+from rayfcp.models.library import decoder_layers, decoder_of, make_language_model, with_layers
 from rayfcp.values import (
     FULL,
     AttentionProfile,
@@ -52,7 +52,7 @@ def decoder_modules(config: PreTrainedConfig, *, num_layers: int) -> list[nn.Mod
     """
     try:
         with torch.device("meta"):
-            layers = make_language_model(with_layers(config, num_layers)).get_decoder().layers
+            layers = decoder_layers(decoder_of(make_language_model(with_layers(config, num_layers))))
         if len(layers) != num_layers:
             raise ValueError(f"num_hidden_layers={num_layers} makes {len(layers)}")
         return list(layers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rayfcp.models.library import REWARD_HEAD, has_reward_head, text_of
+from rayfcp.models.library import REWARD_HEAD, decoder_layers, decoder_of, has_reward_head, text_of
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 
@@ -52,17 +52,6 @@ def stages_of(layers_of_stage: Sequence[int]) -> tuple[Stage, ...]:
         Stage(start=stop - size, stop=stop, num_layers=ends[-1])
         for stop, size in zip(ends, layers_of_stage, strict=True)
     )
-
-
-def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """
-    Raises:
-        TypeError: The decoder has no list of layers.
-    """
-    found = getattr(decoder, "layers", None)
-    if not isinstance(found, nn.ModuleList):
-        raise TypeError(f"{type(decoder).__name__} has no list of layers")
-    return found
 
 
 class SkippedModule(nn.Module):
@@ -112,7 +101,7 @@ def cut(library: Any, stage: Stage) -> None:
         TypeError: The model's decoder has no list of layers.
         ValueError: The stage is of a model with another number of layers.
     """
-    decoder = library.get_decoder()
+    decoder = decoder_of(library)
     layers = decoder_layers(decoder)
     if len(layers) != stage.num_layers:
         raise ValueError(f"the stage is of {stage.num_layers} layers, {type(decoder).__name__} has {len(layers)}")
@@ -132,8 +121,10 @@ def _others(library: Any, stage: Stage) -> Iterator[nn.Module]:
     embedding = library.get_input_embeddings()
     keeps_embedding = stage.is_first or (stage.is_last and is_tied(library))
     is_ours = stage.is_first
-    for name, module in library.get_decoder().named_children():
-        if name == "layers":
+    decoder = decoder_of(library)
+    layers = decoder_layers(decoder)
+    for module in decoder.children():
+        if module is layers:
             is_ours = stage.is_last
         elif any(True for _ in module.parameters()) and not (keeps_embedding if module is embedding else is_ours):
             yield module

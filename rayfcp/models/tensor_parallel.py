@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.models.library import with_layers
+from rayfcp.models.library import decoder_layers, decoder_of, with_layers
 from rayfcp.models.recurrent import recurrence_of
 
 _LAYERS = "layers.*."
@@ -60,7 +60,7 @@ def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> Non
         )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(with_layers(config, 1))
-    for name, parameter in model.get_decoder().layers[0].named_parameters():
+    for name, parameter in decoder_layers(decoder_of(model))[0].named_parameters():
         if parameter.ndim > 1 and plan.get(name.rpartition(".")[0]) not in _STYLES:
             raise ConfigError(
                 f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}: transformers has "

@@ -148,10 +148,9 @@ def scan_bytes(work: ScanWork, mixer: RecurrenceProfile, *, bytes_per_element: i
     """Bytes of each rank that a layer with a recurrence keeps of a microbatch's scan from forward to backward, whether
     it is recomputed or not: states before parts, and at tails for later slices; its shares of the transitions that it
     folds; halo rows. What `LayerBytes` takes for them is in proportion to tokens, as if parts were long."""
-    transition, state = mixer.state_elements
-    whole, _ = work.shares(mixer.num_heads, num_columns=mixer.value_dim)
-    folded = (work.inner.sum(axis=1)[:, None] * whole).sum(axis=0)
-    states = STATE_BYTES * (state * work.later.sum(axis=0) + transition * folded)
+    heads, _ = work.shares(mixer.num_heads, num_columns=mixer.value_dim)
+    folded = work.inner.sum(axis=1) @ heads
+    states = STATE_BYTES * (mixer.state_elements[1] * work.later.sum(axis=0) + mixer.transition_size * folded)
     return np.asarray(states + bytes_per_element * mixer.conv_channels * work.halo_rows, np.int64)
 
 

@@ -352,7 +352,7 @@ class ScanWork:
         )
 
     def shares(self, num_heads: int, *, num_columns: int) -> tuple[Floats, Floats]:
-        """`[chain, rank]`: shares of the transitions and of the states of a layer that a rank folds
+        """`[chain, rank]`: heads whose transitions a rank folds, and columns of states, those of all its heads together
         (`rayfcp.program.scan.Chain.share`)."""
         at, count = self.position, self.folders[:, None]
         heads = num_heads * (at + 1) // count - num_heads * at // count
@@ -363,7 +363,7 @@ class ScanWork:
         gathered, by_columns = count <= 2, (count > num_heads) & (count > 2)
         heads = np.where(gathered, num_heads, np.where(by_columns, columns > 0, heads)) * (at >= 0)
         states = heads * np.where(by_columns, columns, num_columns)
-        return heads / num_heads, states / (num_heads * num_columns)
+        return heads.astype(np.float64), states.astype(np.float64)
 
 
 def _ranges(rows: Ints) -> tuple[Range, ...]:

@@ -98,6 +98,10 @@ class Machine:
         """Seconds of a token in matrices; those of recurrences are in the rounds of these (`rayfcp.simulate.scans`)."""
         return self._matmul_flops(shape) / self._linear_flops
 
+    def repeated_s_per_token(self, shape: LayerProfile) -> float:
+        """Seconds of a token in a recomputed layer that has kept its attention and the states of its recurrence."""
+        return self.model.linear_flops_of([shape]) / self._linear_flops
+
     def _matmul_flops(self, shape: LayerProfile) -> int:
         return self.model.linear_flops_of([shape]) - shape.token_flops
 

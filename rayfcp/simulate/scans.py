@@ -76,21 +76,22 @@ class _Layer:
 
     def __init__(self, work: ScanWork, mixer: RecurrenceProfile, *, machine: Machine) -> None:
         self._work, self._mixer, self._machine = work, mixer, machine
-        transition, state = mixer.state_elements
-        whole, share = work.shares(mixer.num_heads, num_columns=mixer.value_dim)
+        heads, columns = work.shares(mixer.num_heads, num_columns=mixer.value_dim)
         alone = work.folders[:, None] > 2  # elsewhere each folds for itself, and nothing comes back
-        lead, later, inner = (STATE_BYTES * each for each in (work.leading, work.later, work.inner))
-        self._summaries = _apart((state * lead).T @ share + (transition * inner).T @ whole)
-        self._adjoints = _apart((state * later).T @ share)
-        self._states = _apart(share.T @ (state * later * alone))
-        self._state_grads = _apart(share.T @ (state * lead * alone))
+        columns *= STATE_BYTES * mixer.key_dim  # bytes, whole numbers: sums are the same in any order
+        heads *= STATE_BYTES * mixer.transition_size
+        self._summaries = _apart(work.leading.T @ columns + work.inner.T @ heads)
+        self._adjoints = _apart(work.later.T @ columns)
+        self._states = _apart(columns.T @ (work.later * alone))
+        self._state_grads = _apart(columns.T @ (work.leading * alone))
         self._halos = work.halos * mixer.conv_channels * machine.bytes_per_element
 
     def rounds(self, *, backward: bool) -> list[ScanRound]:
         work, mixer = self._work, self._mixer
         token, part = float(mixer.token_flops), 2.0 * mixer.num_heads * mixer.key_dim * mixer.value_dim
         if not len(work.folders):
-            return [self.round(work.whole * token * (LINEAR_BACKWARD if backward else 1.0), half=token)]
+            per_token = token * (LINEAR_BACKWARD if backward else 1.0)
+            return [self.round(work.whole * per_token, half=per_token)]
         if backward:
             return [
                 self.round(work.cut * part),

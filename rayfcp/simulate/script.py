@@ -145,7 +145,7 @@ class ScriptWriter:
             if attends:
                 self._layer(microbatch, number=number - len(machine.shapes), recorded=False)
             else:
-                self.linear(microbatch, machine.linear_s_per_token(self._shape(number)))
+                self.linear(microbatch, machine.repeated_s_per_token(self._shape(number)))
             one(number, recorded)
 
         if plain:

@@ -220,12 +220,21 @@ def test_latents_travel_in_place_of_keys_and_values_and_are_expanded_where_they_
 
 
 @settings(max_examples=12)
-@given(names=NAMES, lengths=st.lists(st.integers(2, 3000), min_size=1, max_size=6), stages=st.sampled_from([1, 2]))
-def test_plans_are_proved_and_take_no_less_than_the_bound(names: list[str], lengths: list[int], stages: int) -> None:
-    model = model_of(names)
+@given(
+    names=NAMES,
+    lengths=st.lists(st.integers(2, 3000), min_size=1, max_size=6),
+    stages=st.sampled_from([1, 2]),
+    again=st.sampled_from([0, 3]),
+    keeps=st.booleans(),
+)
+def test_plans_are_proved_and_take_no_less_than_the_bound(
+    names: list[str], lengths: list[int], stages: int, again: int, keeps: bool
+) -> None:
+    model = model_of(names, keeps_attention=keeps)
     sequences = batch_of(lengths, model)
     cluster = ClusterSpec(num_ranks=2, num_stages=stages, max_tokens_per_rank=2048)
-    cost = cost_of(model, num_ranks=2, num_stages=stages, memory_bytes=1 << 31)
+    recomputed = again if stages == 1 else 0  # elsewhere the planner chooses
+    cost = cost_of(model, num_ranks=2, num_stages=stages, memory_bytes=1 << 31, recomputed_layers=recomputed)
     for strategy in ("flex-ring", "ulysses", "flex-block") if stages == 1 else ("elastic-pipeline",):
         plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy)
         check_plan(plan, sequences, cluster=cluster, cost=cost)

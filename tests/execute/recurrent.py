@@ -118,16 +118,25 @@ class Mixer(nn.Module):
         return out + causal_convolution(x, self.other, None, activation=None, **options).view_as(out)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Found:
-    """By layer, sequence and name: outputs and gradients. `parameters`: gradients by layer, rank and name. `sent`:
-    bytes by rank. `left`: what stores still keep."""
+    """By layer and sequence: "out" and gradients by name, not a number where nothing was found. `parameters`: gradients
+    by layer, rank and name. `sent`: bytes by rank. `left`: what stores still keep."""
 
-    outputs: list[dict[int, Tensor]]
-    gradients: list[dict[int, Tensors]]
+    tensors: list[dict[int, Tensors]]
     parameters: list[list[Tensors]]
     sent: list[int]
     left: list[int] = field(default_factory=list)
+
+    def merge(self, other: "Found", *, rank: int) -> None:
+        """Take what another process found on its rank."""
+        for own, its in zip(self.tensors, other.tensors, strict=True):
+            for sequence, found in its.items():
+                for name, source in found.items():
+                    own[sequence][name] = torch.where(source.isnan(), own[sequence][name], source)
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            mine[rank] = theirs[rank]
+        self.left += other.left
 
 
 class OneRank:
@@ -187,9 +196,10 @@ class OneRank:
             at = 0
             for each in self._loads[microbatch]:
                 rows, to = slice(at, at + each.num_tokens), slice(each.start, each.stop)
-                found.outputs[number][each.sequence][to] = out.detach()[rows]
+                whole = found.tensors[number][each.sequence]
+                whole["out"][to] = out.detach()[rows]
                 for name, tensor in own.items():
-                    found.gradients[number][each.sequence][name][to] = tensor.grad[rows]
+                    whole[name][to] = tensor.grad[rows]
                 at += each.num_tokens
 
 
@@ -211,18 +221,15 @@ class Batch:
         return cls(rule=rule, given=given, grads=grads)
 
     def nothing(self, *, layers: int, num_ranks: int) -> Found:
-        return Found(
-            outputs=[{at: torch.full_like(of, torch.nan) for at, of in self.grads.items()} for _ in range(layers)],
-            gradients=[
-                {
-                    at: {name: torch.full_like(each, torch.nan) for name, each in of.items()}
-                    for at, of in self.given.items()
-                }
-                for _ in range(layers)
-            ],
-            parameters=[[{} for _ in range(num_ranks)] for _ in range(layers)],
-            sent=[0] * num_ranks,
-        )
+        missing = [
+            {
+                at: {name: torch.full_like(each, torch.nan) for name, each in {**of, "out": self.grads[at]}.items()}
+                for at, of in self.given.items()
+            }
+            for _ in range(layers)
+        ]
+        parameters: list[list[Tensors]] = [[{} for _ in range(num_ranks)] for _ in range(layers)]
+        return Found(tensors=missing, parameters=parameters, sent=[0] * num_ranks)
 
 
 def with_kind(sequences: Sequence[SequenceSpec], kind: RecurrentKind) -> list[SequenceSpec]:
@@ -247,16 +254,17 @@ def on_threads(
 
 def assert_same(batch: Batch, found: Found, *, width: int, bound: float = 1e-9) -> None:
     """Outputs and every input's and parameter's gradient, each on its own, equal those of whole sequences."""
+    assert batch.given
     of = {name: each.requires_grad_() for name, each in parameters(batch.rule, width=width).items()}
     for sequence, given in batch.given.items():
         leaves = {name: each.detach().clone().requires_grad_() for name, each in given.items()}
         out = whole(batch.rule, leaves, of=of)
         out.backward(batch.grads[sequence])
         want = {"out": out.detach(), **{name: each.grad for name, each in leaves.items()}}
-        for layer, (outputs, gradients) in enumerate(zip(found.outputs, found.gradients, strict=True)):
-            have = {"out": outputs[sequence], **gradients[sequence]}
+        for layer, tensors in enumerate(found.tensors):
             for name, right in want.items():
-                _assert_near(have[name], right, bound=bound, what=f"layer {layer}, sequence {sequence}, {name}")
+                what = f"layer {layer}, sequence {sequence}, {name}"
+                _assert_near(tensors[sequence][name], right, bound=bound, what=what)
     for layer, ranks in enumerate(found.parameters):
         for name, right in of.items():
             total = sum(each[name] for each in ranks if each[name] is not None)

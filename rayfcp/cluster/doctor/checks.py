@@ -50,6 +50,7 @@ FASTER = (
     "on Hopper and Blackwell pip install flash-attn-4 (no build), or on Hopper flash-attn 3, from hopper/ of its "
     "sources; elsewhere pip install 'rayfcp[flash-attn]' (needs a CUDA toolkit)"
 )
+LINEAR = "; models that have such layers run faster with pip install 'rayfcp[linear]' (needs a CUDA toolkit)"
 
 Findings = Iterator[Finding]
 
@@ -132,6 +133,9 @@ def kernels(node: NodeFacts) -> Findings:
     else:
         what = f"attention on {seen.kind}: {seen.kernel}"
         yield check(what, FASTER, well=not seen.kernel.startswith(SLOWER), fails=False)
+    if seen.recurrence and device.resource is not None:
+        by_torch = any(each.startswith("torch's") for each in seen.recurrence)
+        yield ok(f"recurrent layers on {seen.kind}: {', '.join(seen.recurrence)}{LINEAR if by_torch else ''}")
 
 
 def environment(node: NodeFacts) -> Findings:

@@ -73,13 +73,14 @@ class Finding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerators:
     """Devices that torch sees in a process of its own. `kernel`: name of the attention kernel, None with the `error`
-    that torch or the kernel raised."""
+    that torch or the kernel raised. `recurrence`: names of the kernels of recurrent layers and of convolutions."""
 
     kind: str
     count: int = 0
     names: tuple[str, ...] = ()
     kernel: str | None = None
     error: str = ""
+    recurrence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

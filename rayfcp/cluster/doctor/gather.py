@@ -120,7 +120,7 @@ def accelerators(device: str) -> Accelerators:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return Accelerators(kind=device, error=f"torch ended with code {done.returncode}: {last}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return Accelerators(**{**found, "names": tuple(found["names"])})
+    return Accelerators(**{**found, **{each: tuple(found[each]) for each in ("names", "recurrence")}})
 
 
 def home_of(run_dir: str) -> Path:

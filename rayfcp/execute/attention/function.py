@@ -346,7 +346,7 @@ class _Pass:
     def rounds(self, rounds: Sequence[ScheduledRound], compute: Callable[[KernelCall], None]) -> None:
         """Run rounds in order: each posts its messages, computes, and waits."""
         for step in rounds:
-            with self._posted(step), self.slots.expanded(step.calls):
+            with self._posted(step):
                 for call in step.calls:
                     compute(call)
             self.slots.free(step.free)

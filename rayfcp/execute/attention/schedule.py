@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from rayfcp.program import (
     Range,
     ReshuffleProgram,
 )
-from rayfcp.program.instructions import merged, union
+from rayfcp.program.instructions import merged
 
 FEW = 4
 """Most ranges that are copied one by one, a launch each; more share one indexed launch, which also reads the row
@@ -103,18 +102,6 @@ def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...
     return tuple(found)
 
 
-def within(ranges: Iterable[Range], rows: Sequence[Range]) -> tuple[Range, ...]:
-    """`ranges`, each in one of `rows`, which are sorted and disjoint, as ranges of these rows one after the other.
-
-    >>> within([(4, 6), (12, 14)], ((2, 8), (10, 20)))
-    ((2, 4), (8, 10))
-    """
-    before = (0, *itertools.accumulate(stop - start for start, stop in rows))
-    shifts = [at - start for at, (start, _) in zip(before, rows, strict=False)]
-    found = ((start, stop, shifts[bisect_right(rows, start, key=operator.itemgetter(0)) - 1]) for start, stop in ranges)
-    return tuple((start + shift, stop + shift) for start, stop, shift in found)
-
-
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """`[tokens, width]`: rows of tensors `[tokens, heads, head_dim]` of the same tokens, which may differ in both."""
     if len({each.shape[2] for each in parts}) == 1:
@@ -165,15 +152,6 @@ class KernelCall:
 
 
 Calls = tuple[KernelCall, ...]
-
-
-def rows_read(calls: Calls) -> dict[int, tuple[Range, ...]]:
-    """Rows of each slot to whose keys some call attends, sorted and disjoint."""
-    read: dict[int, list[Range]] = {}
-    for call in calls:
-        for slot, ranges in call.key_runs:
-            read.setdefault(slot, []).extend(ranges)
-    return {slot: union(ranges) for slot, ranges in read.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,14 @@
 """Memory of an attention pass: keys, values and gradients by slot, merged results, and reused message buffers.
 
 A slot holds *parts* of its tokens, `[tokens, heads, head_dim]` each: keys and values, or latents and the rotated keys
-that heads share, from which keys and values are made for one round at a time (`rayfcp.execute.attention.latents`).
+that heads share, from which keys and values are made for one call at a time (`rayfcp.execute.attention.latents`).
 Messages have all parts one after the other.
 
 `ContextStore` keeps keys and values of a microbatch for later slices of its sequences, and takes the gradients that
 come back (InfiniPipe, Section 3.1, split chunks).
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,15 +20,12 @@ from rayfcp.execute.attention.latents import Latents
 from rayfcp.execute.attention.schedule import (
     FEW,
     AttentionSchedule,
-    Calls,
     KernelCall,
     accumulator_dtype,
     are_apart,
     copy_rows,
     rows_of,
-    rows_read,
     take_rows,
-    within,
     without,
     write_rows,
 )
@@ -143,10 +138,6 @@ class RowSums:
         self._known = union((*self._known, *rows))
 
     @property
-    def has_terms(self) -> bool:
-        return bool(self._known)
-
-    @property
     def partial(self) -> Tensors:
         """The sums so far, which are updated in place; rows without a term are undefined."""
         if not self._sums:
@@ -254,10 +245,6 @@ def merge_by_operators(known_out: Tensor, known_lse: Tensor, *, out: Tensor, lse
     """Merge `out` and `lse` into `known_out` and `known_lse`, of as many rows, by torch's operators."""
     known_out.lerp_(out, torch.sigmoid(lse - known_lse).unsqueeze(-1))
     known_lse.copy_(torch.logaddexp(known_lse, lse))
-
-
-def _sums_like(tensors: Tensors) -> Tensors:
-    return tuple(torch.empty(each.shape, dtype=accumulator_dtype(each.dtype), device=each.device) for each in tensors)
 
 
 LayerKey = tuple[int, int]
@@ -375,15 +362,6 @@ def _own(tensor: Tensor, *, recomputed: bool) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(slots=True)
-class _Expanded:
-    """Keys and values made from the latents of rows `rows` of a slot, and the sums of their gradients."""
-
-    rows: tuple[Range, ...]
-    keys: Tensors
-    sums: RowSums
-
-
 class Slots:
     """Parts and gradient sums of one pass of `layer` by slot: slot 0, whose `own` parts are given, is this rank's,
     context slots lie in the store, messages bring all others. `buffers`: memory of messages, and of gradients that
@@ -403,7 +381,7 @@ class Slots:
         self._kept, self._store, self._layer, self._buffers = schedule.kept, store, layer, buffers
         self._held = {slot: store.read(*where) for slot, where in self._earlier.items()}
         self._held[0], self._lengths = own, {0: len(own[0])}
-        self._latents, self._expanded = latents, dict[int, _Expanded]()
+        self._latents = latents
         self._messages: dict[int, Tensor] = {}
         self._gradients: dict[int, RowSums] = {}
         self._stacks: dict[int, Tensor] = {}
@@ -413,45 +391,22 @@ class Slots:
         if self._kept:
             self._store.put(self._layer, self._kept, parts=self._held[0], recomputed=recomputed)
 
-    @contextmanager
-    def expanded(self, calls: Calls) -> Iterator[None]:
-        """Context of the calls of a round, which share keys and values made from latents; afterwards gradients of these
-        have become those of their latents."""
-        if self._latents is None:
-            yield
-            return
-        for slot, rows in rows_read(calls).items():
-            keys = self._latents.expand(*(take_rows(each, rows) for each in self._held[slot]))
-            make = functools.partial(_sums_like, keys)
-            self._expanded[slot] = _Expanded(rows=rows, keys=keys, sums=RowSums(make, num_rows=len(keys[0])))
-        yield
-        for slot, each in self._expanded.items():
-            if each.sums.has_terms:
-                parts = (take_rows(part, each.rows) for part in self._held[slot])
-                dk, dv = each.sums.result(each.keys[0].dtype)
-                self._add(slot, each.rows, *self._latents.collapse(*parts, dk=dk, dv=dv))
-        self._expanded.clear()
-
     def keys_of(self, call: KernelCall) -> Tensors:
         """Keys and values of a call, pair by pair: views where one slot has them contiguously."""
-        found = []
-        for slot, ranges in call.key_runs:
-            keys = self._held[slot]
-            if slot in self._expanded:
-                keys, ranges = self._expanded[slot].keys, within(ranges, self._expanded[slot].rows)  # noqa: PLW2901
-            found.append([take_rows(each, ranges) for each in keys])
+        parts = self._parts(call)
+        return parts if self._latents is None else self._latents.expand(*parts)
+
+    def _parts(self, call: KernelCall) -> Tensors:
+        found = [[take_rows(each, ranges) for each in self._held[slot]] for slot, ranges in call.key_runs]
         return tuple(found[0]) if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def add_gradients(self, call: KernelCall, dk: Tensor, *, dv: Tensor) -> None:
         """Add gradients of the keys and values of a call to those of their slots."""
+        terms = (dk, dv) if self._latents is None else self._latents.collapse(*self._parts(call), dk=dk, dv=dv)
         at = 0
         for slot, ranges in call.key_runs:
             stop = at + sum(last - first for first, last in ranges)
-            terms = dk[at:stop], dv[at:stop]
-            if slot in self._expanded:
-                self._expanded[slot].sums.add(within(ranges, self._expanded[slot].rows), *terms)
-            else:
-                self._add(slot, ranges, *terms)
+            self._add(slot, ranges, *(each[at:stop] for each in terms))
             at = stop
 
     def _add(self, slot: int, ranges: Sequence[Range], *terms: Tensor) -> None:

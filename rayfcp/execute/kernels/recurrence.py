@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayfcp.execute.attention.schedule import take_rows
-from rayfcp.execute.attention.slots import accumulator_dtype
+from rayfcp.execute.attention.schedule import accumulator_dtype, take_rows
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import Lengths
 from rayfcp.program import Range

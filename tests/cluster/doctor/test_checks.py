@@ -25,8 +25,11 @@ from rayfcp.cluster.doctor.facts import (
 )
 from rayfcp.config import parse_config
 from rayfcp.execute.devices.cuda import CudaKernel
+from rayfcp.execute.kernels.chunked import ChunkedKernel
+from rayfcp.execute.kernels.convolution import CausalConv1d
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import TorchFlashKernel
+from rayfcp.execute.kernels.linear import FlashLinearKernel
 
 SLOWER = CudaKernel(half=TorchFlashKernel(), single=CutlassKernel()).name
 
@@ -238,6 +241,18 @@ def test_workers_need_cores_and_memory(workers: int, state_gib: int, verdicts: l
     config = CONFIG.changed(cluster={"device": "cpu", "num_workers": (workers, 64)}, elastic=without_copies)
     facts = Facts(nodes=(node,), access=ACCESS, config=config, num_parameters=state_gib * GIB // STATE_BYTES)
     assert [each.verdict for each in problems(facts)] == verdicts
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_kernels_of_recurrent_layers_are_named(by_torch: bool) -> None:
+    kernels = ChunkedKernel.name if by_torch else FlashLinearKernel.name, CausalConv1d.name
+    seen = replace(NODE.accelerators, recurrence=kernels)
+    (found,) = (
+        each.what
+        for each in examine(replace(WELL, nodes=(replace(NODE, accelerators=seen),)))
+        if "recurrent" in each.what
+    )
+    assert ", ".join(kernels) in found and ("rayfcp[linear]" in found) is by_torch
 
 
 def test_a_head_without_devices_needs_no_kernel() -> None:
