@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rayfcp.baselines.static_cp import possible
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
@@ -40,14 +41,16 @@ class OpenGroup:
 class Opened:
     """Groups in order of opening, and the ranks that are left over.
 
-    `sizes` are the degrees there are, ascending, the last of them `num_ranks`. Sequences are positions in
-    `num_tokens`; a group holds up to `limit_tokens` a rank, or one sequence alone.
+    `sizes` are the degrees there are, ascending, the last of them `num_ranks` unless recurrent layers rule that out.
+    Sequences are positions in `num_tokens`; a group holds up to `limit_tokens` a rank, or one sequence alone.
     """
 
-    def __init__(self, num_tokens: Sequence[int], *, sizes: Sequence[int], limit_tokens: int) -> None:
+    def __init__(
+        self, num_tokens: Sequence[int], *, sizes: Sequence[int], limit_tokens: int, num_ranks: int = 0
+    ) -> None:
         self.num_tokens, self.sizes, self.limit_tokens = num_tokens, sizes, limit_tokens
         self.groups: list[OpenGroup] = []
-        self.idle = sizes[-1]
+        self.num_ranks = self.idle = num_ranks or sizes[-1]
 
     def least_degree(self, at: int) -> int:
         """The least degree there is at which the sequence keeps to the limit; all ranks where none does."""
@@ -220,7 +223,8 @@ def packed(sequences: Sequence[int], *, opened: Opened) -> list[int]:
         _, degree, group = min(offers, key=lambda offer: offer[0])
         opened.add(group or opened.open(degree=degree), at)
     opened.grow()
-    return _on_all_ranks(sequences, opened=opened) if opened.idle else left
+    whole = opened.sizes[-1] == opened.num_ranks
+    return _on_all_ranks(sequences, opened=opened) if opened.idle and whole else left
 
 
 def _offers(at: int, *, opened: Opened) -> Iterator[tuple[float, int, OpenGroup | None]]:
@@ -262,10 +266,17 @@ def propose(
     cost: CostModel,
     options: PlanConfig,  # noqa: ARG001
 ) -> Proposal:
-    """The fastest of both schedules and of all limits."""
+    """The fastest of both schedules and of all limits.
+
+    Raises:
+        InfeasiblePlanError: Heads of recurrent layers permit no degree that holds the longest sequence.
+    """
     batch = columns_of(sequences, cost=cost)
     best: tuple[float, int, tuple[MicrobatchPlan, ...]] | None = None
-    for limit, drafts in _candidates(batch, cluster=cluster):
+    sizes = possible(
+        sorted({*powers_of_two(cluster.num_ranks), cluster.num_ranks}), sequences=sequences, cluster=cluster, cost=cost
+    )
+    for limit, drafts in _candidates(batch, sizes=sizes, cluster=cluster):
         microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost)
         seconds = sum(microbatch.predicted_s for microbatch in microbatches)
         if best is None or seconds < best[0]:
@@ -276,27 +287,36 @@ def propose(
     )
 
 
-def _candidates(batch: Columns, *, cluster: ClusterSpec) -> Iterator[tuple[int, list[list[Draft]]]]:
+def _candidates(
+    batch: Columns, *, sizes: Sequence[int], cluster: ClusterSpec
+) -> Iterator[tuple[int, list[list[Draft]]]]:
     num_ranks = cluster.num_ranks
-    powers = powers_of_two(num_ranks)
-    schedules: tuple[tuple[Schedule, set[int]], ...] = (
-        (balanced, {*powers, num_ranks}),
-        (packed, {*(each for each in powers if num_ranks % each == 0), num_ranks}),
+    schedules: tuple[tuple[Schedule, list[int]], ...] = (
+        (balanced, list(sizes)),
+        (packed, [each for each in sizes if num_ranks % each == 0]),
     )
     limits = dict.fromkeys(max(int(share * cluster.max_tokens_per_rank), 1) for share in LIMITS)
     for limit in limits:
-        for schedule, sizes in schedules:
-            yield limit, _microbatches(batch, schedule, sizes=sorted(sizes), limit_tokens=limit)
+        for schedule, own in schedules:
+            yield limit, _microbatches(batch, schedule, sizes=own, limit_tokens=limit, num_ranks=num_ranks)
 
 
-def _microbatches(batch: Columns, schedule: Schedule, *, sizes: Sequence[int], limit_tokens: int) -> list[list[Draft]]:
+def _microbatches(
+    batch: Columns, schedule: Schedule, *, sizes: Sequence[int], limit_tokens: int, num_ranks: int
+) -> list[list[Draft]]:
     left = list(range(len(batch.ids)))
     drafts = []
     while left:
-        opened = Opened(batch.num_tokens, sizes=sizes, limit_tokens=limit_tokens)
+        opened = Opened(batch.num_tokens, sizes=sizes, limit_tokens=limit_tokens, num_ranks=num_ranks)
         left = schedule(left, opened=opened)
         drafts.append([Draft(members=tuple(group.members), degree=group.degree) for group in opened.groups])
     return drafts
 
 
-INFO = StrategyInfo(name="dynamic-cp", propose=in_stages(propose), primitive=Primitive.RING, is_slow_in_stages=True)
+INFO = StrategyInfo(
+    name="dynamic-cp",
+    propose=in_stages(propose),
+    primitive=Primitive.RING,
+    is_slow_in_stages=True,
+    shares_recurrent_heads=True,
+)

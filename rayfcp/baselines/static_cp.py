@@ -33,7 +33,7 @@ from rayfcp.cost.placement import node_of_ranks, place_groups, ranks_of_nodes
 from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import as_if_whole, counts
-from rayfcp.values import ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
 
 
@@ -363,17 +363,38 @@ def static_proposal(
     return best_pipeline(candidates, sequences, cluster=cluster, cost=cost)
 
 
+def possible(
+    degrees: Iterable[int], *, sequences: Sequence[SequenceSpec], cluster: ClusterSpec, cost: CostModel
+) -> list[int]:
+    """Degrees that a ring may have where recurrent layers exchange tokens for heads, all others elsewhere.
+
+    Raises:
+        InfeasiblePlanError: The largest does not hold the longest sequence.
+    """
+    found = [degree for degree in degrees if np.isfinite(cost.terms(degree)[0].moved_s)]
+    longest, held = max(each.num_tokens for each in sequences), found[-1] * cluster.max_tokens_per_rank
+    if longest > held:
+        raise InfeasiblePlanError(
+            f"the longest sequence has {longest} tokens, the largest group whose degree divides the heads of recurrent "
+            f"layers holds {held} ({found[-1]} ranks of {cluster.max_tokens_per_rank} tokens); lower data.max_seqlen, "
+            "add memory, or use a strategy that passes states"
+        )
+    return found
+
+
 def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
-    """The cheapest degree; N itself always holds the longest sequence.
+    """The cheapest degree; N itself always holds the longest sequence, where recurrent layers can have it.
 
     Raises:
-        InfeasiblePlanError: Stages do not have the memory.
+        InfeasiblePlanError: Stages do not have the memory, or heads of recurrent layers permit no degree that holds the
+            longest sequence.
     """
+    degrees = possible(divisors(cluster.num_ranks), sequences=sequences, cluster=cluster, cost=cost)
     found = static_proposal(
         sequences,
-        divisors(cluster.num_ranks),
+        degrees,
         primitive=Primitive.RING,
         cluster=cluster,
         cost=cost,
@@ -384,4 +405,4 @@ def propose(
     return found
 
 
-INFO = StrategyInfo(name="static-cp", propose=propose, primitive=Primitive.RING)
+INFO = StrategyInfo(name="static-cp", propose=propose, primitive=Primitive.RING, shares_recurrent_heads=True)

@@ -52,4 +52,4 @@ def propose(
     return found
 
 
-INFO = StrategyInfo(name="ulysses", propose=propose, primitive=Primitive.ULYSSES)
+INFO = StrategyInfo(name="ulysses", propose=propose, primitive=Primitive.ULYSSES, shares_recurrent_heads=True)

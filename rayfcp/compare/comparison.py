@@ -19,7 +19,7 @@ from rayfcp.compare.results import (
     measure,
     timeline_of,
 )
-from rayfcp.compare.settings import Setting, rank_profile, ranks_of, settings_of, stages_of
+from rayfcp.compare.settings import Setting, by_heads, rank_profile, ranks_of, settings_of, stages_of
 from rayfcp.config import ConfigError
 from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.config.models import PlanConfig
@@ -203,6 +203,8 @@ def _evaluated(
             longest=max(lengths_of(case.batches)),
             num_stages=num_stages,
         )
+        if get(name).shares_recurrent_heads:
+            settings = tuple(map(by_heads, settings))
         if compiles_first(name):
             log(f"{name}: {COMPILES}")
         log(f"{name}: choosing a setting")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayfcp.compare.settings import GIB, Setting
+from rayfcp.cost.scans import HeadsCost
 from rayfcp.plan.imbalance import rank_loads
 from rayfcp.plan.layout import placements_of
 from rayfcp.plan.strategies.registry import get
@@ -225,4 +226,5 @@ def timeline_of(programs: Programs, *, setting: Setting) -> Timeline:
         speed_of_rank=setting.cluster.speed_of_rank,
         layers_of_stage=setting.cluster.layers_of_stage,
         gather_every=setting.gather_every,
+        recurrent_heads=isinstance(setting.cost.scan, HeadsCost),
     )

@@ -13,6 +13,7 @@ from rayfcp.compare.arguments import Inputs, ReduceEvery
 from rayfcp.config import ConfigError
 from rayfcp.cost.analytic import efficiency_with_sums
 from rayfcp.cost.pipeline import PipelineCost
+from rayfcp.cost.scans import HeadsCost
 from rayfcp.cost.stages import split_by_cost, split_layers
 from rayfcp.plan import CostModel, max_tokens_per_rank
 from rayfcp.plan.strategies.registry import AUTO, get
@@ -38,6 +39,15 @@ class Setting:
     cluster: ClusterSpec
     cost: CostModel
     gather_every: ReduceEvery = "microbatch"
+
+
+def by_heads(setting: Setting) -> Setting:
+    """Return the setting of a strategy that exchanges tokens for heads around recurrent layers."""
+    again = setting.recomputed_layers
+    scan = HeadsCost.from_profiles(
+        setting.model, setting.hardware, recomputed_layers=again, bytes_per_element=setting.hardware.dtype_bytes
+    )
+    return replace(setting, cost=replace(setting.cost, scan=scan))
 
 
 def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:

@@ -9,6 +9,7 @@ import numpy as np
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
+from rayfcp.cost.scans import ScanCost
 from rayfcp.cost.work import LayoutWork, layout_work
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
@@ -91,6 +92,7 @@ def _states_s(layout: Layout, *, cluster: ClusterSpec, cost: CostModel) -> tuple
     the sequences went across as many ranks as there are."""
     if cost.scan is None:
         return 0.0, 0.0
+    assert isinstance(cost.scan, ScanCost), "layouts are of strategies that pass states"
     ranks_of: dict[int, set[int]] = {}
     for block in layout.blocks:
         ranks_of.setdefault(block.sequence, set()).add(block.rank)
@@ -101,8 +103,8 @@ def _states_s(layout: Layout, *, cluster: ClusterSpec, cost: CostModel) -> tuple
             parts[block.rank] += 1
     across = len(set(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))) > 1
     ranks = np.array(float(max(map(len, ranks_of.values()), default=1)))
-    forward_s, backward_s = cost.scan.passes_s(ranks, parts=max(parts), crosses=np.array(across))
-    return float(forward_s), float(backward_s)
+    forward, backward = cost.scan.passes_s(ranks, parts=max(parts), crosses=np.array(across), inside=ranks)
+    return float(forward.s), float(backward.s)
 
 
 def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD, coeffic
 from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
 from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.pipeline import PipelineCost
-from rayfcp.cost.scans import RING_PARTS, ScanCost
+from rayfcp.cost.scans import RING_PARTS, HeadsCost, Moved, ScanCost
 from rayfcp.cost.stages import check_layers, split_layers
 from rayfcp.cost.work import visible_ring_share
 from rayfcp.values import ClusterSpec, HardwareProfile, LayerKinds, ModelProfile, Primitive
@@ -42,34 +42,49 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
     forward = _computed(cost, ranks, attention=cost.attention_forward, linear=cost.linear_forward, half=half)
     backward = _computed(cost, ranks, attention=1 - cost.attention_forward, linear=1 - cost.linear_forward, half=half)
     expanded_s = cover * cost.expansion_s_per_token
-    scans_s = _scans(cost, ranks, parts=RING_PARTS, crosses=crosses)
+    scans = _scans(cost, ranks, parts=RING_PARTS, crosses=crosses)
     return (
         forward._replace(
             attention_s_per_token=forward.attention_s_per_token + expanded_s,
-            moved_s_per_token=(ranks - 1) * cost.ring_forward * hop_s,
-            moved_s=(ranks - 1) * once_s + scans_s[0],
-            tail_s=scans_s[0],
+            moved_s_per_token=(ranks - 1) * cost.ring_forward * hop_s + scans[0].s_per_token,
+            moved_s=(ranks - 1) * once_s + scans[0].s,
+            tail_s_per_token=scans[0].s_per_token,
+            tail_s=_finite(scans[0].s),
             cover=cover,
             steady=cover,
             overlap=np.full_like(ranks, cost.overlap),
         ),
         backward._replace(
             attention_s_per_token=backward.attention_s_per_token + EXPANSION_BACKWARD * expanded_s,
-            moved_s_per_token=(ranks - 1) * (1 - cost.ring_forward) * hop_s,
-            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s + scans_s[1],
-            tail_s_per_token=np.where(ranks == 1, 0.0, cost.ring_returned * hop_s),
-            tail_s=once_s + scans_s[1],
+            moved_s_per_token=(ranks - 1) * (1 - cost.ring_forward) * hop_s + scans[1].s_per_token,
+            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s + scans[1].s,
+            tail_s_per_token=np.where(ranks == 1, 0.0, cost.ring_returned * hop_s) + scans[1].s_per_token,
+            tail_s=once_s + _finite(scans[1].s),
             overlap=np.full_like(ranks, cost.overlap),
             **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
         ),
     )
 
 
-def _scans(cost: "CostModel", ranks: Floats, *, parts: int, crosses: Bools) -> tuple[Floats, Floats]:
-    """Seconds of a group's states, forward and backward, as if one sequence were cut."""
+def _scans(cost: "CostModel", ranks: Floats, *, parts: int, crosses: Bools) -> tuple[Moved, Moved]:
+    """What a group's recurrent layers move, forward and backward; of states as if one sequence were cut."""
     if cost.scan is None:
-        return np.zeros_like(ranks), np.zeros_like(ranks)
-    return cost.scan.passes_s(ranks, parts=parts, crosses=crosses)
+        nothing = Moved(np.zeros_like(ranks), np.zeros_like(ranks))
+        return nothing, nothing
+    return cost.scan.passes_s(ranks, parts=parts, crosses=crosses, inside=_inside(cost, ranks, crosses=crosses))
+
+
+def _finite(seconds: Floats) -> Floats:
+    """Tails of degrees that groups may have; a difference of infinities is no number."""
+    return np.nan_to_num(seconds, posinf=0.0)
+
+
+def _inside(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> Floats:
+    """Ranks of a group in one node. Over several nodes, as few as hold it but two at least, some node has no more than
+    its share of ranks."""
+    nodes = np.where(crosses, np.maximum(np.ceil(ranks / cost.ranks_per_node), 2.0), 1.0)
+    inside: Floats = ranks / np.minimum(nodes, ranks)
+    return inside
 
 
 def _backward_rounds(
@@ -97,27 +112,25 @@ def _backward_rounds(
 def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Terms, Terms]:
     """Forward and backward of Ulysses groups by degree.
 
-    Each rank exchanges (d - 1) / d of its tokens, and nothing hides it. What leaves the node has links of its own. A
-    group over several nodes, as few as hold it but two at least, has a node with no more than its share of ranks.
-    Recurrent layers stay cut by tokens. A rank expands latents for its own heads only.
+    Each rank exchanges (d - 1) / d of its tokens, and nothing hides it. What leaves the node has links of its own.
+    A rank expands latents for its own heads only.
     """
     grown = 1 - cost.ulysses_kv_share + cost.ulysses_kv_share * np.maximum(ranks / cost.num_kv_heads, 1.0)
-    nodes = np.where(crosses, np.maximum(np.ceil(ranks / cost.ranks_per_node), 2.0), 1.0)
-    inside = ranks / np.minimum(nodes, ranks)
+    inside = _inside(cost, ranks, crosses=crosses)
     intra_s = (inside - 1) / ranks * cost.ulysses_intra_s_per_token
     inter_s = (ranks - inside) / ranks * cost.ulysses_inter_s_per_token
     per_token = grown * np.maximum(intra_s, inter_s) / ranks
     splits = (cost.num_heads % ranks == 0) & ((cost.num_kv_heads % ranks == 0) | (ranks % cost.num_kv_heads == 0))
     known = (cost.ulysses_intra_s_per_token > 0 and cost.ulysses_inter_s_per_token > 0) | (ranks == 1)
     moved_s = np.where(splits & known, np.where(ranks > 1, cost.ulysses_s, 0.0), np.inf)
-    scans_s = _scans(cost, ranks, parts=1, crosses=crosses)
+    scans = _scans(cost, ranks, parts=1, crosses=crosses)
     forward, backward = (
         _computed(cost, ranks, attention=attention, linear=linear, half=1 / (2 * ranks))._replace(
-            moved_s_per_token=share * per_token, moved_s=share * moved_s + scan_s
+            moved_s_per_token=share * per_token + scan.s_per_token, moved_s=share * moved_s + scan.s
         )
-        for attention, linear, share, scan_s in (
-            (cost.attention_forward, cost.linear_forward, cost.passes_forward, scans_s[0]),
-            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward, scans_s[1]),
+        for attention, linear, share, scan in (
+            (cost.attention_forward, cost.linear_forward, cost.passes_forward, scans[0]),
+            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward, scans[1]),
         )
     )
     return forward, backward
@@ -216,7 +229,7 @@ class CostModel:
     pipeline: PipelineCost | None = None
     expansion_s_per_token: float = 0.0
     layer_kinds: LayerKinds = ()
-    scan: ScanCost | None = None
+    scan: ScanCost | HeadsCost | None = None
     encoder: EncoderCost | None = None
 
     def __post_init__(self) -> None:

@@ -1,17 +1,27 @@
-"""Seconds in which ranks pass the states of recurrent layers: messages whose sizes do not depend on tokens."""
+"""Seconds in which ranks pass the states of recurrent layers, messages whose sizes do not depend on tokens, or exchange
+tokens for heads around them."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.cost.analytic import inter_bandwidth
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.values import HardwareProfile, ModelProfile, RecurrenceProfile
 from rayfcp.values.arrays import Bools, Floats
 from rayfcp.values.mixers import STATE_BYTES
 
 RING_PARTS = 2
 """Parts of a sequence on each rank of a ring: its two zig-zag slices."""
+
+
+class Moved(NamedTuple):
+    """What a pass moves in recurrent layers: seconds per token of the whole group, and seconds."""
+
+    s_per_token: Floats
+    s: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +62,8 @@ class ScanCost:
             inter_bandwidth=inter_bandwidth(hardware),
         )
 
-    def passes_s(self, ranks: Floats, *, parts: float, crosses: Bools) -> tuple[Floats, Floats]:
-        """Forward and backward seconds of a sequence over so many ranks, each of which has `parts` of it; 0 on one."""
+    def passes_s(self, ranks: Floats, *, parts: float, crosses: Bools, inside: Floats) -> tuple[Moved, Moved]:  # noqa: ARG002
+        """Forward and backward of a sequence over so many ranks, each of which has `parts` of it; nothing on one."""
         bandwidth = np.where(crosses, self.inter_bandwidth, self.intra_bandwidth)
         two, latency_s = ranks <= 2, np.where(ranks <= 2, self.round_s, 2 * self.round_s) + self.halo_s
         forward = self.transition_bytes + np.where(two, 1, 2) * self.state_bytes + self.halo_bytes
@@ -62,9 +72,67 @@ class ScanCost:
             np.where(ranks <= 1, 0.0, self.share * (latency_s + parts * moved / bandwidth))
             for moved in (forward, backward)
         )
-        return first, second
+        return Moved(np.zeros_like(first), first), Moved(np.zeros_like(second), second)
 
     def forward_only(self) -> "ScanCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
         forward = self.transition_bytes + 2 * self.state_bytes + self.halo_bytes
         return dataclasses.replace(self, share=self.share * forward / (2 * forward - self.transition_bytes or 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsCost:
+    """Cost of recurrent layers around which ranks exchange tokens for heads and back, all layers together, as
+    Megatron-LM does (`megatron/core/ssm/mamba_context_parallel.py`). Nothing hides it; runs of rayfcp use scans.
+
+    Of a token, `split_bytes` of inputs and outputs go to the rank that has their head; `key_bytes` of queries and keys
+    have only `num_key_heads`, beyond which they are replicated. The degree must divide `num_heads`. Backward moves the
+    same, and the inputs and outputs of `repeated` of the layers, which are recomputed, once more.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    split_bytes: float
+    key_bytes: float
+    latency_s: float
+    repeated: float
+    intra_bandwidth: float
+    inter_bandwidth: float
+
+    @classmethod
+    def from_profiles(
+        cls, model: ModelProfile, hardware: HardwareProfile, *, recomputed_layers: int, bytes_per_element: int
+    ) -> "HeadsCost | None":
+        """Of the recurrent layers of a model; None if it has none."""
+        of_layer = [
+            [each for each in layer.mixers if isinstance(each, RecurrenceProfile)] for layer in model.every_layer
+        ]
+        mixers = [each for layer in of_layer for each in layer]
+        if not mixers:
+            return None
+        keys = sum(each.key_elements for each in mixers)
+        return cls(
+            num_heads=math.gcd(*(each.num_heads for each in mixers)),
+            num_key_heads=min(each.num_key_heads for each in mixers),
+            split_bytes=float(bytes_per_element * (sum(sum(each.exchanged_by_heads(1)) for each in mixers) - keys)),
+            key_bytes=float(bytes_per_element * keys),
+            latency_s=2 * len(mixers) * hardware.latency_s,
+            repeated=sum(map(len, of_layer[:recomputed_layers])) / len(mixers),
+            intra_bandwidth=hardware.intra_node_bandwidth,
+            inter_bandwidth=inter_bandwidth(hardware),
+        )
+
+    def passes_s(self, ranks: Floats, *, parts: float, crosses: Bools, inside: Floats) -> tuple[Moved, Moved]:  # noqa: ARG002
+        """Forward and backward of a group of so many ranks, of which `inside` are in one node; infinite where they
+        cannot share out the heads, nothing on one."""
+        share_bytes = self.split_bytes / ranks + self.key_bytes / np.minimum(ranks, self.num_key_heads)
+        near_s, far_s = (inside - 1) / self.intra_bandwidth, (ranks - inside) / self.inter_bandwidth
+        per_token = share_bytes * np.maximum(near_s, far_s) / ranks
+        fixed_s = np.where(ranks > 1, self.latency_s, 0.0)
+        fixed_s = np.where(self.num_heads % ranks == 0, fixed_s, np.inf)
+        return Moved(per_token, fixed_s), Moved((1 + self.repeated) * per_token, (1 + self.repeated) * fixed_s)
+
+    def forward_only(self) -> "HeadsCost":
+        """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
+        halved = {name: getattr(self, name) / 2 for name in ("split_bytes", "key_bytes", "latency_s")}
+        return dataclasses.replace(self, **halved, repeated=0.0)

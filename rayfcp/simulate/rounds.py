@@ -16,7 +16,7 @@ from rayfcp.program.table import AttentionTable
 from rayfcp.program.table import Messages as TableMessages
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
-from rayfcp.simulate.scans import ScanRound, kind_of, recurrences, rounds_of
+from rayfcp.simulate.scans import ScanRound, exchanged_rounds, kind_of, recurrences, rounds_of
 from rayfcp.simulate.script import HopKey
 from rayfcp.values import LayerProfile
 from rayfcp.values.arrays import Floats, Ints, expanded
@@ -37,8 +37,8 @@ class AttentionTraffic:
     attend_s: Floats
 
 
-def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
-    """Rounds of all devices' passes.
+def flatten(programs: Programs, *, machine: Machine, by_heads: bool = False) -> AttentionTraffic:
+    """Rounds of all devices' passes. `by_heads`: around recurrent layers ranks exchange tokens for heads.
 
     Raises:
         ValueError: the programs lack a kind of the model's layers.
@@ -50,7 +50,7 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
             f"programs are of layers with {list(map(str, programs.layer_kinds))}, the model has "
             f"{list(map(str, sorted(attending | recurrent)))}; give sequences the model's layer_kinds and lower again"
         )
-    builder = _Builder(machine=machine)
+    builder, recurrent_rounds = _Builder(machine=machine), exchanged_rounds if by_heads else rounds_of
     for microbatch in range(programs.num_microbatches):
         of_kinds = {kind: _Work.of(programs.attention[kind][microbatch]) for kind in attending}
         scans = {kind: ScanWork.of(tables[microbatch]) for kind, tables in programs.scans.items()}
@@ -60,7 +60,7 @@ def flatten(programs: Programs, *, machine: Machine) -> AttentionTraffic:
                 steps = [
                     each
                     for work, mixer in mixers
-                    for each in rounds_of(work, mixer, machine=machine, backward=backward)
+                    for each in recurrent_rounds(work, mixer, machine=machine, backward=backward)
                 ]
                 builder.add_pass(of_kinds.get(shape.kind), shape=shape, scans=steps, backward=backward)
     if any(programs.encodes):

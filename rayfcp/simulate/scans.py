@@ -10,6 +10,7 @@ parts come back, cut sequences are differentiated, and gradients of halos travel
 from typing import NamedTuple
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from rayfcp.cost.analytic import LINEAR_BACKWARD
 from rayfcp.program.scans import ScanWork
@@ -43,6 +44,25 @@ def rounds_of(work: ScanWork, mixer: RecurrenceProfile, *, machine: Machine, bac
     return _Layer(work, mixer, machine=machine).rounds(backward=backward)
 
 
+def exchanged_rounds(work: ScanWork, mixer: RecurrenceProfile, *, machine: Machine, backward: bool) -> list[ScanRound]:
+    """The rounds of a layer where ranks that share sequences exchange tokens for heads and back, each with all tokens
+    for its heads in between (Megatron-LM, `megatron/core/ssm/mamba_context_parallel.py`)."""
+    held = (work.position >= 0).astype(np.int64)
+    _, group = connected_components(held.T @ held, directed=False)
+    degree, tokens = np.bincount(group)[group], work.cut + work.whole
+    inputs, outputs = zip(*(mixer.exchanged_by_heads(each) for each in degree.tolist()), strict=True)
+    to_heads, to_tokens = (outputs, inputs) if backward else (inputs, outputs)
+    together = (group[:, None] == group) & ~np.eye(len(group), dtype=bool)
+    token_bytes = together * machine.bytes_per_element
+    share = mixer.token_flops * (LINEAR_BACKWARD if backward else 1.0) / degree
+    layer = _Layer(work, mixer, machine=machine)
+    return [
+        layer.round(moved=tokens[:, None] * token_bytes * np.array(to_heads)),
+        layer.round(share * np.bincount(group, tokens)[group], half=share),
+        layer.round(moved=tokens * token_bytes * np.array(to_tokens)),
+    ]
+
+
 def summary_flops(mixer: RecurrenceProfile) -> float:
     """Forward FLOPs of a token of a cut sequence, beside `RecurrenceProfile.token_flops`, for T, U and the rows that
     add a state to outputs: of delta rules those of values wider by the keys, of others the products that make U."""
@@ -71,26 +91,28 @@ class _Layer:
         token, part = float(mixer.token_flops), 2.0 * mixer.num_heads * mixer.key_dim * mixer.value_dim
         if not len(work.folders):
             per_token = token * (LINEAR_BACKWARD if backward else 1.0)
-            return [self._round(work.whole * per_token, half=per_token)]
+            return [self.round(work.whole * per_token, half=per_token)]
         if backward:
             return [
-                self._round(work.cut * part),
-                self._round(work.whole * token * LINEAR_BACKWARD, moved=self._adjoints),
-                self._round(moved=self._state_grads),
-                self._round(work.cut * token * LINEAR_BACKWARD, half=token * LINEAR_BACKWARD),
-                self._round(moved=self._halos.T),
+                self.round(work.cut * part),
+                self.round(work.whole * token * LINEAR_BACKWARD, moved=self._adjoints),
+                self.round(moved=self._state_grads),
+                self.round(work.cut * token * LINEAR_BACKWARD, half=token * LINEAR_BACKWARD),
+                self.round(moved=self._halos.T),
             ]
         before = work.cut * (summary_flops(mixer) + token * mixer.is_delta)
         meanwhile = token * (work.whole if mixer.is_delta else work.whole + work.cut)
         return [
-            self._round(moved=self._halos),
-            self._round(before, half=token * mixer.is_delta),
-            self._round(meanwhile, half=token * (not mixer.is_delta), moved=self._summaries),
-            self._round(moved=self._states),
-            self._round(work.cut * part),
+            self.round(moved=self._halos),
+            self.round(before, half=token * mixer.is_delta),
+            self.round(meanwhile, half=token * (not mixer.is_delta), moved=self._summaries),
+            self.round(moved=self._states),
+            self.round(work.cut * part),
         ]
 
-    def _round(self, flops: Floats | float = 0.0, *, half: float = 0.0, moved: Floats | None = None) -> ScanRound:
+    def round(
+        self, flops: Floats | float = 0.0, *, half: Floats | float = 0.0, moved: Floats | None = None
+    ) -> ScanRound:
         """`half`: FLOPs of a token of the kernels that take longer for few tokens."""
         machine, num_ranks = self._machine, self._machine.num_ranks
         seconds = np.zeros(num_ranks) + machine.linear_seconds(flops + half * machine.hardware.linear_half_tokens)

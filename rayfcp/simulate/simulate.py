@@ -74,6 +74,7 @@ def simulate(
     bytes_per_element: int | None = None,
     layers_of_stage: tuple[int, ...] = (),
     gather_every: Literal["microbatch", "step"] = "microbatch",
+    recurrent_heads: bool = False,
     detail: bool = False,
 ) -> Timeline:
     """Replay the programs of all stages and ranks, every instruction, layer, round and message.
@@ -82,8 +83,9 @@ def simulate(
     `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
     of `hardware.devices_per_node` devices are filled one after the other; without `layers_of_stage` layers are split
     evenly; without `speed_of_rank` all are as fast; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is
-    absent. `detail` adds the rounds of one layer of each pass to the spans. Same arguments, same timeline, in any
-    process.
+    absent. `recurrent_heads`: around recurrent layers ranks exchange tokens for heads, instead of states, which is only
+    simulated (their memory is counted as that of states). `detail` adds the rounds of one layer of each pass to the
+    spans. Same arguments, same timeline, in any process.
 
     Raises:
         ValueError: programs that would wait for ever, or a profile that makes no sense.
@@ -99,11 +101,11 @@ def simulate(
         speed_of_rank=speed_of_rank,
         bytes_per_element=bytes_per_element,
     )
-    traffic, held = flatten(programs, machine=machine), np.tile(programs.tokens.astype(np.float64), programs.num_stages)
+    traffic = flatten(programs, machine=machine, by_heads=recurrent_heads)
+    held = np.tile(programs.tokens.astype(np.float64), programs.num_stages)
     encoded = work_of(programs.encodes, machine=machine) if any(programs.encodes) else None
-    work = np.concatenate((held, *(each.rows for each in (encoded,) if each)))
+    work = np.concatenate((held, encoded.rows)) if encoded else held
     outcome = run(programs, machine=machine, traffic=traffic, work=work, gather_every=gather_every)
-    amounts = _amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded)
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
         draw=lambda: spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
@@ -112,7 +114,7 @@ def simulate(
         num_ranks=machine.num_ranks,
         num_stages=machine.num_stages,
         peak_flops=hardware.peak_flops,
-        **amounts,
+        **_amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded),
     )
 
 

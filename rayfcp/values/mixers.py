@@ -219,6 +219,30 @@ class RecurrenceProfile(MixerProfile):
     def halo_elements(self) -> int:
         return self.conv_channels * self.kind.recurrence.halo if self.kind.recurrence else 0
 
+    @property
+    def key_elements(self) -> int:
+        """Numbers of a token's queries and keys."""
+        if self.conv_channels:
+            return max(self.conv_channels - self.num_heads * self.value_dim, 0)
+        return 2 * self.num_heads * self.key_dim
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of queries and keys, which heads of values share."""
+        return max(self.key_elements // (2 * self.key_dim or 1), 1)
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token's decays and, of delta rules, of its rates in one head."""
+        return 2 if self.is_delta else self.transition_size
+
+    def exchanged_by_heads(self, degree: int) -> tuple[float, float]:
+        """Numbers of a token's inputs, as they are before the convolution, and of its outputs on each of `degree` ranks
+        that share out heads; queries and keys are replicated beyond their number of heads."""
+        inputs = self.num_heads * ((1 + self.gated) * self.value_dim + self.gates) / degree
+        outputs = self.num_heads * self.value_dim / degree
+        return inputs + self.key_elements / min(degree, self.num_key_heads), outputs
+
     def output_parameters(self, hidden_size: int) -> int:
         return hidden_size * self.num_heads * self.value_dim
 

@@ -76,6 +76,8 @@ class StrategyInfo:
     """May cut a sequence over several microbatches, where there are several stages."""
     places_blocks: bool = False
     """Blocks may lie anywhere: the lower bound for plans made of groups does not hold for it."""
+    shares_recurrent_heads: bool = False
+    """The original exchanges tokens for heads around recurrent layers. Comparisons simulate that; runs pass states."""
     spreads_images: bool = False
     """Images are encoded by all ranks, not only by those of the group that has their tokens."""
     same_as: tuple[str, ...] = ()
