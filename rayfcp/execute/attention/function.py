@@ -274,7 +274,7 @@ class _Attention(torch.autograd.Function):
         if schedule.reshuffle:
             q, k, v = to_plan(schedule.reshuffle, (query, key, value), transport=transport, stats=stats)
         out, lse = once(
-            "attention", lambda: _attended(_Pass(context, q, (k, v), up=up, scores=scores)), kept=context.kept
+            "attention", lambda: _attended(_Pass(context, q, keys=(k, v), up=up, scores=scores)), kept=context.kept
         )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks=sinks)
@@ -291,7 +291,7 @@ class _Attention(torch.autograd.Function):
         schedule, transport, stats = context.schedule, context.transport, context.stats
         if schedule.reshuffle:
             (grad_out,) = to_plan(schedule.reshuffle, (grad_out,), transport=transport, stats=stats)
-        run = _Pass(context, q, (k, v), up=up, scores=ctx.scores)
+        run = _Pass(context, q, keys=(k, v), up=up, scores=ctx.scores)
         dq = RowSums(
             lambda: (torch.empty(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device),), num_rows=len(q)
         )
@@ -324,8 +324,8 @@ class _Pass:
         self,
         context: AttentionContext,
         query: Tensor,
-        keys: tuple[Tensor, Tensor],
         *,
+        keys: tuple[Tensor, Tensor],
         up: Tensor | None,
         scores: Scores,
     ) -> None:
