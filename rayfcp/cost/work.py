@@ -28,7 +28,7 @@ def visible_ring_share(kinds: LayerKinds, ranks: Floats) -> Floats:
         return np.ones_like(ranks)
     share = np.zeros_like(ranks)
     for kind, layers in kinds:
-        reached = 2 * kind.work(0, POSITIONS).state_tokens / (np.maximum(ranks - 1, 1) * RING_TOKENS)
+        reached = 2 * (kind.reach or POSITIONS) / (np.maximum(ranks - 1, 1) * RING_TOKENS)
         share += layers * np.where(ranks <= 1, 1.0, np.minimum(reached, 1.0))
     return share / sum(layers for _, layers in kinds)
 

@@ -6,7 +6,8 @@ from rayfcp.config import ConfigError
 from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
-_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_INDEXED = "indexed_attention"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Keys of the number of experts, and of those that a token passes, by family."""
@@ -25,11 +26,10 @@ def check_layer_types(config: PreTrainedConfig) -> None:
             f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, of which a rank "
             "has a part; choose another model, such as deepseek_v3"
         )
-    unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
+    known = (_FULL, _SLIDING, _CHUNKED)
+    unknown = sorted({each for each in types if each not in known and not mixing_of(config, each)})
     if unknown:
-        raise ConfigError(
-            f"model: layers are of types {unknown}, only {_FULL} and {_SLIDING} run; choose another model"
-        )
+        raise ConfigError(f"model: layers are of types {unknown}, only {', '.join(known)} run; choose another model")
     window = getattr(config, "sliding_window", None)
     if (_SLIDING in types and not window) or (window or 0) < 0:
         raise ConfigError(
@@ -44,7 +44,8 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """
     window = getattr(config, "sliding_window", None) or 0
     types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    attends = {_FULL: FULL, _SLIDING: LayerKind(window=window)}
+    chunk = getattr(config, "attention_chunk_size", None) or 0
+    attends = {_FULL: FULL, _SLIDING: LayerKind(window=window), _CHUNKED: LayerKind(chunk=chunk)}
     kinds = tuple(mixing_of(config, each) or attends.get(each, FULL) for each in types[: config.num_hidden_layers])
     return kinds if set(kinds) != {FULL} else ()
 

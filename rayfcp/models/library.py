@@ -135,8 +135,8 @@ def make_language_model(text: PreTrainedConfig) -> Any:
 
 def decoder_of(library: Any) -> Any:
     """Embedding, layers and final norm of a model of the library."""
-    found = library.get_decoder()
-    return found if isinstance(found, PreTrainedModel) and found is not library else library.base_model
+    candidates = (library.get_decoder(), library.base_model, getattr(library, "model", None))
+    return next((each for each in candidates if isinstance(each, PreTrainedModel) and each is not library), library)
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:

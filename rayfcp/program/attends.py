@@ -231,8 +231,26 @@ class WindowedQueries:
 
 
 def queries_of(sets: BlockSets, kind: LayerKind) -> FullQueries | WindowedQueries:
-    """What makes the attends of layers of a kind."""
+    """What makes the attends of layers of a kind. Chunks of sequences are sequences of their own."""
+    if kind.chunk:
+        return FullQueries(chunks_of(sets, chunk=kind.chunk))
     return FullQueries(sets) if kind == FULL else WindowedQueries(sets, kind)
+
+
+def chunks_of(sets: BlockSets, *, chunk: int) -> BlockSets:
+    """The same tokens in the same sets and rows, in blocks that end where a chunk does, numbered as if each chunk were
+    a sequence."""
+    first = sets.start // chunk
+    counts = (sets.stop - 1) // chunk - first + 1
+    block, step = expanded(counts)
+    number = first[block] + step
+    bound = np.append(0, np.cumsum(counts))
+    return BlockSets(
+        bound[sets.first],
+        sequence=sets.sequence[block] * (int(number.max(initial=0)) + 1) + number,
+        start=np.maximum(sets.start[block], number * chunk),
+        stop=np.minimum(sets.stop[block], (number + 1) * chunk),
+    )
 
 
 def attends_of(queries: FullQueries | WindowedQueries, own: Ints, *, keys: Ints, slot: Ints) -> SlotAttends:

@@ -67,10 +67,14 @@ class LayerKind:
         """The kind of its recurrence; None without one."""
         return None
 
+    @property
+    def reach(self) -> int:
+        """Keys that a query sees at most; 0 where it sees all before it."""
+        return self.window or self.chunk
+
     def hides(self, num_tokens: Positions) -> Any:
         """True where some query of a sequence of `num_tokens` does not see a key before it."""
-        reach = self.window or self.chunk
-        return (reach > 0) & (num_tokens > reach)
+        return (self.reach > 0) & (num_tokens > self.reach)
 
     def first_visible(self, query: Positions) -> Positions:
         """First position that a query sees; below 0 where it would see more than there is."""

@@ -209,11 +209,25 @@ class _Sums:
             yield block, pairs
 
     def visible(self, kind: LayerKind, block: Ints) -> Residues:
-        """The sums over the pairs that queries of blocks see: of all keys up to each, those within the window."""
+        """The sums over the pairs that queries of blocks see: of all keys up to each, those in the window or chunk."""
         sequence, start, stop = (column[block] for column in (self.sets.sequence, self.sets.start, self.sets.stop))
+        if kind.chunk:
+            return self._in_chunks(sequence, start, stop=stop, chunk=kind.chunk)
         first = np.clip(kind.window, start, stop) if kind.window else stop  # the first query that does not see key 0
         hidden = self.point.upto(sequence, start=first, stop=stop, keys=np.maximum(kind.first_visible(first), 0))
         return less(self.point.upto(sequence, start=start, stop=stop, keys=start + 1), hidden)
+
+    def _in_chunks(self, sequence: Ints, start: Ints, *, stop: Ints, chunk: int) -> Residues:
+        """`visible` of queries `[start, stop)`, chunk by chunk: all keys up to each, without those of other chunks."""
+        first = start // chunk
+        item, step = expanded((stop - 1) // chunk - first + 1)
+        begin = (first[item] + step) * chunk
+        sequence, start, stop = sequence[item], np.maximum(start[item], begin), np.minimum(stop[item], begin + chunk)
+        queries = self.point.queries(sequence, start=start, stop=stop)
+        hidden = times(queries, self.point.keys(sequence, start=np.zeros_like(begin), stop=begin))
+        sums = Totals(len(first))
+        sums.add(item, less(self.point.upto(sequence, start=start, stop=stop, keys=start + 1), hidden))
+        return sums.sums()
 
 
 def _attends(table: AttentionTable) -> Iterator[tuple[Ints, Column]]:

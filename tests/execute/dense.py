@@ -12,7 +12,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram, lower
-from rayfcp.values import Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import FULL, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import plan_of
 from tests.execute.threads import InProcessTransport
 from tests.masks import seen
@@ -70,7 +70,8 @@ def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
         q, k, v = (part.clone().requires_grad_() for part in tensors[sequence.id][:3])
         wide = [part.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for part in (k, v)]
         scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * q.shape[2] ** -0.5
-        window = sequence.layer_kinds[0][0].window if sequence.layer_kinds else 0
+        kind = sequence.layer_kinds[0][0] if sequence.layer_kinds else FULL
+        window = kind.window or -kind.chunk
         scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=window)), float("-inf"))
         out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
         out.backward(tensors[sequence.id][3])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from rayfcp.config.adapting import LoraConfig
-from rayfcp.cost.memory import layer_bytes
+from rayfcp.cost.memory import LayersBytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.describe import model_config, profile_of
@@ -85,9 +85,8 @@ def modelled(case: StagedCase, program: RankProgram) -> int:
     library = model_config(case.run, vocab_size=VOCAB)
     model = profile_of(library, name="tiny", keeps_attention=keeps, lora=case.lora)
     stage = Stage(
-        layers=LAYERS[program.stage],
+        layers=LayersBytes.of(model, layers_of_stage=LAYERS, bytes_per_element=4).of_stage(program.stage),
         is_last=program.stage + 1 == len(LAYERS),
-        layer=layer_bytes(model, bytes_per_element=4),
         num_kv_heads=model.num_kv_heads,
     )
     return int(held_bytes(uses_of_program(program), stage)[1].max())

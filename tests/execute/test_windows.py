@@ -24,12 +24,12 @@ from tests.masks import kinds, specs
 from tests.program.helpers import forwards
 from tests.program.pipelines import random_pipelines
 
-WINDOWS = st.sampled_from([1, 2, 3, 7, 16, 40])
+WINDOWS = st.sampled_from([1, 2, 3, 7, 16, 40, -1, -4, -16])
 RANKS = st.integers(1, 3)
 
 
 def windowed(sequences: Sequence[SequenceSpec], window: int) -> list[SequenceSpec]:
-    return [replace(each, layer_kinds=((LayerKind(window=window), 1),)) for each in sequences]
+    return [replace(each, layer_kinds=((kinds(window)[0], 1),)) for each in sequences]
 
 
 @examples(25)

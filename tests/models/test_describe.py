@@ -131,10 +131,10 @@ def test_a_folder_is_taken(family: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "chunked attention": (
-        "llama4_text",
-        {"layer_types": ["chunked_attention", "full_attention"]},
-        r"types \['chunked_attention'\], only full_attention and sliding_attention run",
+    "layers of another type": (
+        "deepseek_v4",
+        {},
+        r"types \['heavily_compressed_attention'\], only full_attention, sliding_attention, chunked",
     ),
     "layers that slide by nothing": (
         "qwen2",

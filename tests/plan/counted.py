@@ -63,5 +63,5 @@ def assert_moves_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, n
 def _share(sequence: SequenceSpec, query: int, key: int) -> float:
     """Share of layers in which the query attends to the key."""
     layers = sequence.layer_kinds or ((FULL, 1),)
-    seeing = sum(count for kind, count in layers if sees(query, key, window=kind.window))
+    seeing = sum(count for kind, count in layers if sees(query, key, window=kind.window or -kind.chunk))
     return seeing / sum(count for _, count in layers)

@@ -22,7 +22,7 @@ from tests.masks import kinds
 from tests.plan.counted import assert_moves_counted, assert_pairs_counted, of_windows
 from tests.simulate.helpers import MODEL
 
-WINDOWS = st.sampled_from([(3,), (0, 5), (1, 8, 1000), (40,)])
+WINDOWS = st.sampled_from([(3,), (0, 5), (1, 8, 1000), (40,), (-6,), (-20, 0)])
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=3)
 
 

@@ -43,7 +43,7 @@ def run(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> N
         for at, kind in enumerate(each.kind for each in forwards[0][0].kinds):
             if kind not in done:
                 parts = [[item.kinds[at].attention for item in items] for items in zip(*forwards, strict=True)]
-                _Layers(own, parts, window=kind.window).run(order)
+                _Layers(own, parts, window=kind.window or -kind.chunk).run(order)
                 done.add(kind)
 
 

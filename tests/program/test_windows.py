@@ -16,7 +16,9 @@ from tests.program.changes import assert_proved
 from tests.program.helpers import cluster_of, forwards, short_plan, short_sequences
 from tests.program.pipelines import random_pipelines, sliced_over_runs
 
-KINDS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=3, unique=True).map(sorted)
+KINDS = st.lists(
+    st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40, -1, -2, -3, -5, -8, -13]), min_size=1, max_size=3, unique=True
+).map(sorted)
 
 
 @examples(12)
