@@ -35,18 +35,15 @@ from rayfcp.compare.lengths import batches_of, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting
 from rayfcp.compare.results import Entry
 from rayfcp.compare.settings import by_heads, settings_of
+from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.simulate import simulate_plan
 from rayfcp.values import (
     AttentionProfile,
-    BatchPlan,
-    Group,
     InfeasiblePlanError,
-    MicrobatchPlan,
     ModelProfile,
     Primitive,
     RecurrenceProfile,
-    SequenceSpec,
 )
 from rayfcp.values.mixers import STATE_BYTES
 
@@ -178,27 +175,13 @@ def latent_lines(arguments: argparse.Namespace) -> Iterator[str]:
         models = [attention_alone(plain), expanded(attention_alone(plain))]
         yield f"\n{name}\n\n{LATENT_HEADER}"
         for tokens, degree, primitive in product(arguments.tokens, arguments.degrees, Primitive):
-            sequence = SequenceSpec(id=0, num_tokens=tokens * degree, num_targets=tokens * degree)
-            plan = _one_group(degree, primitive=primitive)
-            lines = [simulate_plan(plan, [sequence], model=each, hardware=hardware) for each in models]
+            shape = PassShape(degree=degree, lengths=(tokens * degree,), primitive=primitive)
+            plan, sequences = pass_plan(shape, num_ranks=degree, recomputed_layers=0)
+            lines = [simulate_plan(plan, sequences, model=each, hardware=hardware) for each in models]
             latent_s, whole_s = (each.iteration_s for each in lines)
             moved = [f"{max(each.sent_bytes) / 1e9:.2f}" for each in lines]
             cells = (f"{latent_s:.3f}", f"{whole_s:.3f}", f"{whole_s / latent_s:.2f}", *moved)
             yield " | ".join(("", f"{tokens:,}", str(degree), primitive.value, *cells, "")).strip()
-
-
-def _one_group(degree: int, *, primitive: Primitive) -> BatchPlan:
-    group = Group(ranks=tuple(range(degree)), sequences=(0,), primitive=primitive)
-    return BatchPlan(
-        strategy="one group",
-        num_ranks=degree,
-        generation=0,
-        microbatches=(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0),),
-        recomputed_layers=0,
-        predicted_s=1.0,
-        lower_bound_s=1.0,
-        reason="one sequence over all ranks",
-    )
 
 
 def remap_tokens(model: ModelProfile, *, bytes_per_element: int) -> float:

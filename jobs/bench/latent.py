@@ -23,12 +23,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rayfcp import attention, lower
+from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, default_transport
 from rayfcp.plan import model_profile
 from rayfcp.program import Forward
-from rayfcp.values import AttentionProfile, BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import AttentionProfile, Primitive
 
 DTYPE = torch.bfloat16
 
@@ -39,22 +40,6 @@ class Measured:
 
     bytes_sent: int
     out: Tensor
-
-
-def plan_of(tokens: int, degree: int, primitive: Primitive) -> tuple[BatchPlan, list[SequenceSpec]]:
-    """One sequence over all ranks."""
-    group = Group(ranks=tuple(range(degree)), sequences=(0,), primitive=primitive)
-    plan = BatchPlan(
-        strategy="by hand",
-        num_ranks=degree,
-        generation=0,
-        microbatches=(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0),),
-        recomputed_layers=0,
-        predicted_s=1.0,
-        lower_bound_s=1.0,
-        reason="a bench",
-    )
-    return plan, [SequenceSpec(id=0, num_tokens=tokens, num_targets=tokens - 1)]
 
 
 def run(mixer: AttentionProfile, forward: Forward, *, latents: bool) -> Measured:
@@ -84,7 +69,8 @@ def rows_of_rank(mixer: AttentionProfile, *, degree: int, tokens: int) -> list[d
     """A row for each primitive, over all ranks."""
     rows = []
     for primitive in Primitive:
-        program = lower(*plan_of(tokens, degree, primitive))[dist.get_rank()]
+        shape = PassShape(degree=degree, lengths=(tokens,), primitive=primitive)
+        program = lower(*pass_plan(shape, num_ranks=degree, recomputed_layers=0))[dist.get_rank()]
         (forward,) = (item for item in program.instructions if isinstance(item, Forward))
         found = {name: run(mixer, forward, latents=name == "latents") for name in ("latents", "expanded")}
         row: dict[str, Any] = {"degree": degree, "primitive": primitive.value}

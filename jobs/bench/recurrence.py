@@ -30,6 +30,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.kernels.chunked import ChunkedKernel
@@ -38,7 +39,7 @@ from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.execute.recurrence import causal_convolution, linear_recurrence
 from rayfcp.program import Forward, lower
 from rayfcp.program.instructions import of_kind
-from rayfcp.values import BatchPlan, Group, MicrobatchPlan, RecurrentKind, SequenceSpec
+from rayfcp.values import RecurrentKind
 
 HEADS, SIZE = 8, 128
 """Of delta rules: a quarter of Qwen3-Next's heads."""
@@ -221,25 +222,9 @@ def _rank(
 
 def layer_of(rank: int, *, degree: int, tokens: int, cut: bool, transport: DistributedTransport) -> Run:
     """A convolution of the values and the recurrence, on this rank's tokens."""
-    lengths = [tokens * degree] if cut else [tokens] * degree
-    sequences = [
-        SequenceSpec(id=at, num_tokens=each, num_targets=each - 1, layer_kinds=((KIND, 1),))
-        for at, each in enumerate(lengths)
-    ]
-    groups = [Group(ranks=tuple(range(degree)), sequences=(0,))]
-    if not cut:
-        groups = [Group(ranks=(at,), sequences=(at,)) for at in range(degree)]
-    microbatch = MicrobatchPlan(groups=tuple(groups), group_s=(1.0,) * len(groups), predicted_s=1.0)
-    plan = BatchPlan(
-        strategy="by hand",
-        num_ranks=degree,
-        generation=0,
-        microbatches=(microbatch,),
-        recomputed_layers=0,
-        predicted_s=1.0,
-        lower_bound_s=1.0,
-        reason="a bench",
-    )
+    length, together = (tokens * degree, degree) if cut else (tokens, 1)
+    shape = PassShape(degree=together, lengths=(length,), layer_kinds=((KIND, 1),))
+    plan, sequences = pass_plan(shape, num_ranks=degree, recomputed_layers=0)
     (forward,) = of_kind(lower(plan, sequences)[rank], Forward)
     inputs, weight = delta_inputs(tokens), torch.randn(HEADS * SIZE, KIND.halo + 1, requires_grad=True)
 

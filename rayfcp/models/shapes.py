@@ -38,7 +38,6 @@ _RECURRENCES: tuple[tuple[tuple[str, str, str], int], ...] = (
     (("linear_num_heads", "linear_head_dim", "linear_head_dim"), 2),
     (("mamba_num_heads", "ssm_state_size", "mamba_head_dim"), 0),
     (("mamba_n_heads", "mamba_d_state", "mamba_d_head"), 0),
-    (("num_heads", "state_size", "head_dim"), 0),
 )
 """Keys of a recurrence's heads, of the rows of their states, and of the columns, and of which power of the rows a
 head's transition is: 2 of delta rules, 0 of Mamba-2."""
@@ -103,8 +102,6 @@ def _layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
 
 
 def _kinds(config: Any) -> tuple[LayerKind, ...]:
-    if config.model_type == "mamba2":  # its configuration has neither attention nor types of layers
-        return (RecurrentKind(halo=config.conv_kernel - 1),) * int(config.num_hidden_layers)
     return kinds_of_layers(config) or (FULL,) * int(config.num_hidden_layers)
 
 
@@ -166,7 +163,7 @@ class _Layer:
         config, (heads, kv_heads, head_dim, value_dim) = self._config, self._heads(mine)
         latent = getattr(config, "kv_lora_rank", None) or 0
         found = AttentionProfile(
-            kind=LayerKind(window=self._kind.window, chunk=self._kind.chunk),
+            kind=self._kind.mask,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

@@ -63,6 +63,11 @@ class LayerKind:
         return (type(self).__name__, astuple(self)) < (type(other).__name__, astuple(other))
 
     @property
+    def mask(self) -> "LayerKind":
+        """The kind of its attention alone."""
+        return LayerKind(window=self.window, chunk=self.chunk)
+
+    @property
     def recurrence(self) -> "RecurrentKind | None":
         """The kind of its recurrence; None without one."""
         return None
@@ -93,9 +98,9 @@ class LayerKind:
         >>> LayerKind(window=2).visible_pairs(5, 3)
         6
         """
-        pairs = _causal_pairs(queries, keys)
         if self.chunk:
             return self._pairs_in_chunks(queries, keys)
+        pairs = _causal_pairs(queries, keys)
         if self.window == 0:
             return pairs
         hidden: Positions = _causal_pairs((queries - self.window + abs(queries - self.window)) // 2, keys)
@@ -208,7 +213,7 @@ class HybridKind(LayerKind):
     halo: int = 0
 
     def __str__(self) -> str:
-        return f"{LayerKind(window=self.window, chunk=self.chunk)} and recurrence"
+        return f"{self.mask} and recurrence"
 
     @property
     def recurrence(self) -> RecurrentKind:

@@ -204,8 +204,7 @@ class ModelProfile:
         weights: dict[LayerKind, int] = {}
         for kind, weight in self.layer_kinds:
             if attends(kind):
-                mask = LayerKind(window=kind.window, chunk=kind.chunk)
-                weights[mask] = weights.get(mask, 0) + weight
+                weights[kind.mask] = weights.get(kind.mask, 0) + weight
         return () if weights.keys() <= {FULL} else tuple(sorted(weights.items()))
 
     def stage_kinds(self, layers_of_stage: Sequence[int]) -> tuple[LayerKinds, ...]:

@@ -27,19 +27,9 @@ from tests.execute.dense import run_ranks
 from tests.execute.staged import StagedCase
 from tests.execute.threads import InProcessTransport
 from tests.models.families import disturb
+from tests.models.folders import SHAPE
 
-SMALL = {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SMALL = {**SHAPE, "num_hidden_layers": 4, "vocab_size": VOCAB}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA = {
     "linear_num_value_heads": 4,
