@@ -16,8 +16,8 @@ _EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "
 def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
-        ConfigError: A layer's attention is neither full nor over a window of known size, or the family's recurrence has
-            no kernel.
+        ConfigError: A layer's attention is neither full nor over a window of known size, or depends on the row of a
+            token in its batch, or the family's recurrence has no kernel.
     """
     check_recurrence(config)
     types = getattr(config, "layer_types", None) or []
@@ -30,6 +30,12 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     unknown = sorted({each for each in types if each not in known and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(f"model: layers are of types {unknown}, only {', '.join(known)} run; choose another model")
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ConfigError(
+            f"model: {config.model_type} has attn_temperature_tuning, which scales queries by their row in a batch and "
+            "not by their position in a sequence, so that losses depend on packing; set it to false in the model's "
+            "config.json if it was trained without, or choose another model"
+        )
     window = getattr(config, "sliding_window", None)
     if (_SLIDING in types and not window) or (window or 0) < 0:
         raise ConfigError(

@@ -136,6 +136,7 @@ REFUSED = {
         {},
         r"types \['heavily_compressed_attention'\], only full_attention, sliding_attention, chunked",
     ),
+    "queries scaled by their rows": ("llama4_text", {}, r"llama4_text has attn_temperature_tuning, which scales"),
     "layers that slide by nothing": (
         "qwen2",
         {"layer_types": ["sliding_attention", "full_attention"]},
