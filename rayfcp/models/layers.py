@@ -6,7 +6,8 @@ from rayfcp.config import ConfigError
 from rayfcp.models.recurrent import check_recurrence, mixing_of
 from rayfcp.values import FULL, LayerKind
 
-_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+_FULL, _SLIDING, _CHUNKED, _INDEXED = "full_attention", "sliding_attention", "chunked_attention", "indexed_attention"
+_ATTENTION = (_FULL, _SLIDING, _CHUNKED)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Keys of the number of experts, and of those that a token passes, by family."""
@@ -15,8 +16,8 @@ _EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "
 def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
-        ConfigError: A layer's attention is neither full nor over a window of known size, or the family's recurrence has
-            no kernel.
+        ConfigError: A layer's attention is neither full nor over a window or chunks of known size, or depends on the
+            row of a token in a batch, or the family's recurrence has no kernel.
     """
     check_recurrence(config)
     types = getattr(config, "layer_types", None) or []
@@ -25,15 +26,22 @@ def check_layer_types(config: PreTrainedConfig) -> None:
             f"model: {config.model_type} has an indexer, which takes the top k of all keys of a query, of which a rank "
             "has a part; choose another model, such as deepseek_v3"
         )
-    unknown = sorted({each for each in types if each not in (_FULL, _SLIDING) and not mixing_of(config, each)})
+    unknown = sorted({each for each in types if each not in _ATTENTION and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(
-            f"model: layers are of types {unknown}, only {_FULL} and {_SLIDING} run; choose another model"
+            f"model: layers are of types {unknown}, only {', '.join(_ATTENTION)} run; choose another model"
         )
-    window = getattr(config, "sliding_window", None)
-    if (_SLIDING in types and not window) or (window or 0) < 0:
+    for name, layer_type in (("sliding_window", _SLIDING), ("attention_chunk_size", _CHUNKED)):
+        size = getattr(config, name, None)
+        if (layer_type in types and not size) or (size or 0) < 0:
+            raise ConfigError(
+                f"model: {name} is {size}, must be at least 1 where layers have {layer_type}; set it in the model's "
+                "config"
+            )
+    if getattr(config, "attn_temperature_tuning", False):
         raise ConfigError(
-            f"model: sliding_window is {window}, must be at least 1 where layers slide; set it in the model's config"
+            f"model: {config.model_type} scales queries by their row in a batch, not by their position in a sequence "
+            "(attn_temperature_tuning), so that losses would depend on packing; choose another model"
         )
 
 
@@ -44,7 +52,8 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """
     window = getattr(config, "sliding_window", None) or 0
     types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    attends = {_FULL: FULL, _SLIDING: LayerKind(window=window)}
+    chunk = getattr(config, "attention_chunk_size", None) or 0
+    attends = {_FULL: FULL, _SLIDING: LayerKind(window=window), _CHUNKED: LayerKind(chunk=chunk)}
     kinds = tuple(mixing_of(config, each) or attends.get(each, FULL) for each in types[: config.num_hidden_layers])
     return kinds if set(kinds) != {FULL} else ()
 

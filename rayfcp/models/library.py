@@ -136,7 +136,7 @@ def make_language_model(text: PreTrainedConfig) -> Any:
 def decoder_of(library: Any) -> Any:
     """Embedding, layers and final norm of a model of the library."""
     found = library.get_decoder()
-    return found if isinstance(found, PreTrainedModel) and found is not library else library.base_model
+    return found if isinstance(found, PreTrainedModel) and found is not library else library.model
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:

@@ -174,7 +174,7 @@ class FullQueries:
 
 
 class WindowedQueries:
-    """Attends in layers with a window. Those to one slot come squares first, by kind, then by query."""
+    """Attends in layers with a window or chunks. Those to one slot come squares first, by kind, then by query."""
 
     def __init__(self, sets: BlockSets, kind: LayerKind) -> None:
         self._sets, self._kind = sets, kind
@@ -216,7 +216,7 @@ class WindowedQueries:
             sets.key(keys[at], sequence=sequence, position=stop),
         )
         item, step = expanded(np.maximum(last - first, 0))
-        parts = decomposed(pieces.part(query[item]), pieces.part(first[item] + step), window=kind.window)
+        parts = decomposed(pieces.part(query[item]), pieces.part(first[item] + step), kind=kind)
         pair = at[item][parts[:, 5]]
         order = np.argsort(pair, kind="stable")
         pair, parts = pair[order], parts[order]

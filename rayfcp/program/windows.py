@@ -8,7 +8,7 @@ In layers with a window, query q attends to keys (q - window, q]. Over the keys 
 fixed or move with the query. Where only the upper one moves, queries see a rectangle and a causal square, where only
 the lower one does, a flipped causal square and a rectangle. Where both do they see a parallelogram, cut into runs of as
 many queries as a query sees keys: in each the flipped square of its first keys, and the causal square of those that its
-later queries see beyond.
+later queries see beyond. In layers with chunks, pieces are cut at these, and nothing moves but the upper end.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,9 @@ from rayfcp.plan.layout import Blocks, Placement, Transfers
 from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE, Column
 from rayfcp.values import LayerKind
 from rayfcp.values.arrays import Ints, expanded
+
+_NO_WINDOW = 1 << 40
+"""Wider than any sequence."""
 
 
 def windowed(
@@ -188,13 +191,37 @@ class Pieces(NamedTuple):
     def part(self, at: Ints) -> "Pieces":
         return Pieces(*(column[at] for column in self))
 
+    def between(self, low: Ints, high: Ints) -> "Pieces":
+        """Their tokens in `[low, high)`, of which each has some."""
+        start = np.maximum(self.start, low)
+        return Pieces(self.sequence, start, np.minimum(self.stop, high), self.begin + start - self.start)
 
-def decomposed(queries: Pieces, keys: Pieces, *, window: int) -> Column:
+
+def decomposed(queries: Pieces, keys: Pieces, *, kind: LayerKind) -> Column:
     """The pairs that the i-th piece of queries sees of the i-th piece of keys, each (query, key) pair once.
 
     `[parts, 6]`: query start and stop and key start and stop in rows of their slots, kind as in `Attends`, and i;
     squares first, by kind, then query. No part is empty.
     """
+    if not kind.chunk:
+        return _in_windows(queries, keys, window=kind.window)
+    of, queries, keys = _by_chunk(queries, keys, chunk=kind.chunk)
+    table = _in_windows(queries, keys, window=_NO_WINDOW)
+    table[:, 5] = of[table[:, 5]]
+    return table
+
+
+def _by_chunk(queries: Pieces, keys: Pieces, *, chunk: int) -> tuple[Ints, Pieces, Pieces]:
+    """Pairs of pieces cut at the chunks of their sequence that both reach, and the pair that each is of."""
+    first = np.maximum(queries.start, keys.start) // chunk
+    last = (np.minimum(queries.stop, keys.stop) - 1) // chunk
+    of, step = expanded(np.maximum(last - first + 1, 0))
+    low = (first[of] + step) * chunk
+    return of, queries.part(of).between(low, low + chunk), keys.part(of).between(low, low + chunk)
+
+
+def _in_windows(queries: Pieces, keys: Pieces, *, window: int) -> Column:
+    """See `decomposed`."""
     begin = np.maximum(queries.start, keys.start)
     end = np.maximum(np.minimum(queries.stop, keys.stop + window - 1), begin)
     lower_moves, upper_moves = keys.start + window, keys.stop  # from the one query on, up to the other

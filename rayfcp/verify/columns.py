@@ -209,11 +209,24 @@ class _Sums:
             yield block, pairs
 
     def visible(self, kind: LayerKind, block: Ints) -> Residues:
-        """The sums over the pairs that queries of blocks see: of all keys up to each, those within the window."""
+        """The sums over the pairs that queries of blocks see: of all keys up to each, those of its window or chunk."""
         sequence, start, stop = (column[block] for column in (self.sets.sequence, self.sets.start, self.sets.stop))
+        if kind.chunk:
+            hidden = self._before_chunks(sequence, start, stop=stop, chunk=kind.chunk)
+            return less(self.point.upto(sequence, start=start, stop=stop, keys=start + 1), hidden)
         first = np.clip(kind.window, start, stop) if kind.window else stop  # the first query that does not see key 0
         hidden = self.point.upto(sequence, start=first, stop=stop, keys=np.maximum(kind.first_visible(first), 0))
         return less(self.point.upto(sequence, start=start, stop=stop, keys=start + 1), hidden)
+
+    def _before_chunks(self, sequence: Ints, start: Ints, *, stop: Ints, chunk: int) -> Residues:
+        """The sums over queries `[start, stop)` and the keys before the chunk of each."""
+        at, step = expanded((stop - 1) // chunk - start // chunk + 1)
+        low = (start[at] // chunk + step) * chunk
+        begin, end = np.maximum(start[at], low), np.minimum(stop[at], low + chunk)
+        keys = self.point.keys(sequence[at], start=np.zeros_like(low), stop=low)
+        found = Totals(len(start))
+        found.add(at, times(self.point.queries(sequence[at], start=begin, stop=end), keys))
+        return found.sums()
 
 
 def _attends(table: AttentionTable) -> Iterator[tuple[Ints, Column]]:

@@ -24,17 +24,17 @@ from tests.masks import kinds, specs
 from tests.program.helpers import forwards
 from tests.program.pipelines import random_pipelines
 
-WINDOWS = st.sampled_from([1, 2, 3, 7, 16, 40])
+WINDOWS = st.sampled_from([*kinds(1, 2, 3, 7, 16, 40), *(LayerKind(chunk=each) for each in (1, 3, 16))])
 RANKS = st.integers(1, 3)
 
 
-def windowed(sequences: Sequence[SequenceSpec], window: int) -> list[SequenceSpec]:
-    return [replace(each, layer_kinds=((LayerKind(window=window), 1),)) for each in sequences]
+def windowed(sequences: Sequence[SequenceSpec], window: LayerKind) -> list[SequenceSpec]:
+    return [replace(each, layer_kinds=((window, 1),)) for each in sequences]
 
 
 @examples(25)
 @given(lengths=LENGTHS, num_ranks=RANKS, window=WINDOWS, seed=st.none() | st.integers(0, 10_000))
-def test_rings_and_any_placement(lengths: list[int], num_ranks: int, window: int, seed: int | None) -> None:
+def test_rings_and_any_placement(lengths: list[int], num_ranks: int, window: LayerKind, seed: int | None) -> None:
     sequences = windowed(specs(lengths), window)
     if seed is None:
         layout = ring(sequences, num_ranks=num_ranks)
@@ -53,7 +53,7 @@ def test_rings_and_any_placement(lengths: list[int], num_ranks: int, window: int
     heads=st.sampled_from([1, 1, 2]),
 )
 def test_planned_blocks(
-    lengths: list[int], num_ranks: int, window: int, block_tokens: int, coalesce: int, heads: int
+    lengths: list[int], num_ranks: int, window: LayerKind, block_tokens: int, coalesce: int, heads: int
 ) -> None:
     """Paced rounds; runs of ranks that share out heads."""
     sequences = windowed(specs(lengths), window)
@@ -64,20 +64,20 @@ def test_planned_blocks(
 
 def test_attends_that_are_cut_over_phases() -> None:
     """Long enough for several tiles of a kernel in a phase."""
-    sequences = windowed(specs([1501, 700, 90]), 400)
+    sequences = windowed(specs([1501, 700, 90]), LayerKind(window=400))
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=3)
 
 
 @examples(10)
 @given(lengths=LENGTHS, degree=st.sampled_from([2, 4]), window=WINDOWS)
-def test_ulysses_groups(lengths: list[int], degree: int, window: int) -> None:
+def test_ulysses_groups(lengths: list[int], degree: int, window: LayerKind) -> None:
     assert_ulysses_equal_to_dense(windowed(specs(lengths), window), degree=degree)
 
 
 @examples(6)
 @given(seed=st.integers(0, 100_000), num_ranks=RANKS, window=WINDOWS, heads=st.sampled_from([1, 1, 2]))
-def test_slices_see_context_through_the_window(seed: int, num_ranks: int, window: int, heads: int) -> None:
+def test_slices_see_context_through_the_window(seed: int, num_ranks: int, window: LayerKind, heads: int) -> None:
     """Rings and Ulysses groups, runs that share out heads; several pipelines."""
     plan, sequences = random_pipelines(seed, num_stages=1, num_ranks=num_ranks)
     if sequences:

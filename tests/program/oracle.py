@@ -6,7 +6,7 @@ from itertools import chain
 
 from rayfcp.program import Attend, Backward, Forward, HeadProgram, Load, Payload, RankProgram
 from rayfcp.program.instructions import Range, of_kind
-from rayfcp.values import SequenceSpec
+from rayfcp.values import LayerKind, SequenceSpec
 from tests.masks import sees
 
 Token = tuple[int, int]
@@ -43,7 +43,7 @@ def run(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> N
         for at, kind in enumerate(each.kind for each in forwards[0][0].kinds):
             if kind not in done:
                 parts = [[item.kinds[at].attention for item in items] for items in zip(*forwards, strict=True)]
-                _Layers(own, parts, window=kind.window).run(order)
+                _Layers(own, parts, kind=kind).run(order)
                 done.add(kind)
 
 
@@ -55,8 +55,8 @@ def _loaded(load: Load, rank: int) -> list[Token]:
 class _Layers:
     """Layers of one kind. `own[m][r]`: the tokens that rank r loads in microbatch m, `parts[m][r]` its attention."""
 
-    def __init__(self, own: Sequence[Sequence[list[Token]]], parts: Sequence[Sequence], *, window: int) -> None:
-        self.parts, self.window = parts, window
+    def __init__(self, own: Sequence[Sequence[list[Token]]], parts: Sequence[Sequence], *, kind: LayerKind) -> None:
+        self.parts, self.kind = parts, kind
         self.tokens = list(dict.fromkeys(token for tokens in chain(*own) for token in tokens))
         self.homes: list[list[Slots]] = []
         read: list[dict[int, set[int]]] = [defaultdict(set) for _ in parts]
@@ -99,7 +99,7 @@ class _Layers:
                 assert not any(chain(*found[rank].values()))
 
     def sees(self, query: Token, key: Token) -> bool:
-        return query[0] == key[0] and sees(query[1], key[1], window=self.window)
+        return query[0] == key[0] and sees(query[1], key[1], window=self.kind.window, chunk=self.kind.chunk)
 
 
 class _Pass:

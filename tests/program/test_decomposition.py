@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE
 from rayfcp.program.windows import Pieces, decomposed
+from rayfcp.values import LayerKind
 from tests.masks import sees
 
 Pair = tuple[int, int, int, int, int, int]
@@ -23,6 +24,10 @@ def pairs(draw: st.DrawFn) -> Pair:
     return query, query + queries, rows[0], key, key + keys, rows[1]
 
 
+SIZES = st.integers(1, 20)
+KINDS = st.builds(LayerKind, window=SIZES) | st.builds(LayerKind, chunk=SIZES)
+
+
 def pairs_of(part: list[int]) -> list[tuple[int, int]]:
     start, stop, low, high, kind, _ = part
     assert kind == WHOLE or stop - start == high - low
@@ -35,10 +40,10 @@ def pieces(columns: np.ndarray) -> Pieces:
     return Pieces(np.zeros(len(columns[0]), np.int64), *columns)
 
 
-@given(st.lists(pairs(), max_size=4), st.integers(1, 20))
-def test_each_visible_pair_is_in_one_part(found: list[Pair], window: int) -> None:
+@given(st.lists(pairs(), max_size=4), KINDS)
+def test_each_visible_pair_is_in_one_part(found: list[Pair], kind: LayerKind) -> None:
     columns = np.array(found, np.int64).reshape(-1, 6).T
-    parts = decomposed(pieces(columns[[0, 1, 2]]), pieces(columns[[3, 4, 5]]), window=window).tolist()
+    parts = decomposed(pieces(columns[[0, 1, 2]]), pieces(columns[[3, 4, 5]]), kind=kind).tolist()
 
     assert all(part[0] < part[1] and part[2] < part[3] for part in parts)
     for number, (start, stop, row, low, high, key_row) in enumerate(found):
@@ -47,7 +52,7 @@ def test_each_visible_pair_is_in_one_part(found: list[Pair], window: int) -> Non
             (query - start + row, key - low + key_row)
             for query in range(start, stop)
             for key in range(low, high)
-            if sees(query, key, window=window)
+            if sees(query, key, window=kind.window, chunk=kind.chunk)
         )
         assert computed == due
 
@@ -57,4 +62,4 @@ def test_a_window_over_a_sequence_takes_two_squares_for_each_run_of_as_many_rows
     length: int, window: int, parts: int
 ) -> None:
     side = pieces(np.array([[0], [length], [0]], np.int64))
-    assert len(decomposed(side, side, window=window)) == parts
+    assert len(decomposed(side, side, kind=LayerKind(window=window))) == parts

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import RankProgram, lower, to_text
-from rayfcp.values import PipelinePlan, SequenceSpec
+from rayfcp.values import LayerKind, PipelinePlan, SequenceSpec
 from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.execute.layouts import plan_of, relayed, ring
@@ -16,19 +16,24 @@ from tests.program.changes import assert_proved
 from tests.program.helpers import cluster_of, forwards, short_plan, short_sequences
 from tests.program.pipelines import random_pipelines, sliced_over_runs
 
-KINDS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=3, unique=True).map(sorted)
+KINDS = st.lists(
+    st.sampled_from([*kinds(0, 1, 2, 3, 5, 8, 13, 40), *(LayerKind(chunk=each) for each in (1, 2, 5, 8, 21))]),
+    min_size=1,
+    max_size=3,
+    unique=True,
+).map(sorted)
 
 
 @examples(12)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 5), windows=KINDS, kind=st.sampled_from("gsx"))
-def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
+def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[LayerKind], kind: str) -> None:
     plan, sequences = short_plan(seed, num_ranks=num_ranks, kind=kind)
     assert_proved(plan, with_windows(sequences, windows), seed=seed)
 
 
 @examples(30)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
-def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
+def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[LayerKind]) -> None:
     sequences = short_sequences(seed)
     plan = relayed(sequences, num_ranks=num_ranks, heads=heads, seed=seed)
     assert_proved(plan, with_windows(sequences, windows), seed=seed)
@@ -36,7 +41,7 @@ def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: li
 
 @examples(15)
 @given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 4), windows=KINDS)
-def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, windows: list[int]) -> None:
+def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, windows: list[LayerKind]) -> None:
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
     if sequences:
         sequences = with_windows(sequences, windows)
@@ -47,7 +52,7 @@ def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, wi
 
 @examples(15)
 @given(seed=st.integers(0, 10_000), num_runs=st.integers(1, 3), heads=st.integers(2, 3), windows=KINDS)
-def test_slices_over_runs(seed: int, num_runs: int, heads: int, windows: list[int]) -> None:
+def test_slices_over_runs(seed: int, num_runs: int, heads: int, windows: list[LayerKind]) -> None:
     plan, sequences = sliced_over_runs(seed, num_runs=num_runs, heads=heads)
     assert_proved(plan, with_windows(sequences, windows), seed=seed)
 

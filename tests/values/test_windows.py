@@ -25,12 +25,18 @@ def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
     )
 
 
-@given(st.integers(1, 20), st.integers(0, 24), st.data())
-def test_pairs_are_those_of_the_rows(length: int, window: int, data: st.DataObject) -> None:
+SIZES = st.integers(0, 24)
+
+
+@given(st.integers(1, 20), st.builds(LayerKind, window=SIZES) | st.builds(LayerKind, chunk=SIZES), st.data())
+def test_pairs_are_those_of_the_rows(length: int, kind: LayerKind, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
-    due = sum(sees(row, key, window=window) for row in range(start, stop) for key in range(length))
-    assert LayerKind(window=window).work(start, stop).pairs == due
+    rows, sizes = range(start, stop), {"window": kind.window, "chunk": kind.chunk}
+    assert kind.work(start, stop).pairs == sum(sees(row, key, **sizes) for row in rows for key in range(length))
+    for keys in range(length):
+        due = sum(sees(row, key, **sizes) for row in range(stop) for key in range(keys))
+        assert kind.visible_pairs(stop, keys) == due
 
 
 @given(windows_of_layers, st.integers(1, 20))
