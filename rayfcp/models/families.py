@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING
@@ -29,7 +30,7 @@ CAUSAL_FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 _HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-_NEEDED: dict[str, dict[str, object]] = {
+_NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": _HEADS,

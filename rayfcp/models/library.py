@@ -136,7 +136,9 @@ def make_language_model(text: PreTrainedConfig) -> Any:
 def decoder_of(library: Any) -> Any:
     """Embedding, layers and final norm of a model of the library."""
     found = library.get_decoder()
-    return found if isinstance(found, PreTrainedModel) and found is not library else library.model
+    if isinstance(found, PreTrainedModel) and found is not library:
+        return found
+    return getattr(library, "model", library)
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:

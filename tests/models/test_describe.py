@@ -131,11 +131,17 @@ def test_a_folder_is_taken(family: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "chunked attention": (
+    "queries scaled by row": ("llama4_text", {}, r"scales queries by their row in a batch.*attn_temperature_tuning"),
+    "chunks of nothing": (
         "llama4_text",
-        {"layer_types": ["chunked_attention", "full_attention"]},
-        r"types \['chunked_attention'\], only full_attention and sliding_attention run",
+        {
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_chunk_size": None,
+            "attn_temperature_tuning": False,
+        },
+        "attention_chunk_size is None, must be at least 1",
     ),
+    "compressed keys": ("deepseek_v4", {}, r"types \['heavily_compressed_attention'\], only full_attention, sliding_"),
     "layers that slide by nothing": (
         "qwen2",
         {"layer_types": ["sliding_attention", "full_attention"]},
