@@ -74,6 +74,8 @@ def check_text_only(found: PreTrainedConfig, *, given: str) -> None:
     Raises:
         ConfigError: The model, which is `given` by the user, has parts that neither text nor a known encoder needs.
     """
+    if found.is_encoder_decoder:
+        raise ConfigError(f"{given}, {found.model_type} has an encoder, only decoders alone run; choose another model")
     if found.sub_configs and found.model_type not in VISION_FAMILIES:
         raise ConfigError(
             f"{given}, {found.model_type} has {', '.join(sorted(found.sub_configs))}, only text runs, and images with "

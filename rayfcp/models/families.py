@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING
@@ -26,6 +27,18 @@ from rayfcp.telemetry.progress import Terminal
 
 CAUSAL_FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every `model_type` with a causal language model."""
+
+
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_dense": _HEADS,
+    "hunyuan_v1_moe": _HEADS | {"num_experts": 8, "moe_topk": 2},
+    "ministral": _HEADS,
+    "nemotron": _HEADS,
+}
+"""Keys for which families have no default that makes a model, as their published models have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +59,7 @@ def check_family(family: str) -> None:
         ConfigError: Models of this `model_type` with its default configuration do not run.
     """
     try:
-        config = CONFIG_MAPPING[family]()
+        config = CONFIG_MAPPING[family](**_NEEDED.get(family, {}))
     except Exception as error:  # whatever a family's own code raises
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"model: {family} has no default configuration ({type(error).__name__}: {first})") from error

@@ -24,6 +24,7 @@ from rayfcp.execute.losses.base import Loss, Targets
 from rayfcp.execute.losses.cross_entropy import CrossEntropy
 from rayfcp.execute.losses.reward import RewardModel
 from rayfcp.execute.parallel.transport import LoneTransport
+from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.layers import kinds_of_layers
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 """Relative difference of loss and gradient norm that fp32 explains."""
 
+_OWN_ATTENTION = "its attention is code of its own, which the library's attention interface does not replace"
 _LENGTHS = (13, 22)
 _NUM_LAYERS = 2
 _NUM_STAGES = 3
@@ -69,8 +71,11 @@ def check_supported(config: PreTrainedConfig, *, num_stages: int = 1) -> None:
     remedy = "choose another model" + (" or set cluster.pipeline_stages=1" if stages > 1 else "")
     try:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a family that draws numbers in training is refused every time, or never
             found, want = _both_ways(narrowed(config, max(_NUM_LAYERS, stages)), num_stages=stages)
     except Exception as error:
+        if IMPLEMENTATION in error.args:  # its table of attention classes has none of ours
+            raise ConfigError(f"model: {config.model_type} cannot be trained, {_OWN_ATTENTION}; {remedy}") from error
         # Whatever a family's code raises here, it would raise in every worker.
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
@@ -154,6 +159,8 @@ def _packed(
     for model in stages:
         passed = model(passed, where, targets, context, placed=placed).squeeze(0)
     num_layers = sum(len(model.layers) for model in stages)
+    if shape.num_pairs and not context.stats.pairs:
+        raise ValueError(_OWN_ATTENTION)
     if not math.isclose(context.stats.pairs, num_layers * shape.num_pairs):
         raise ValueError(
             "some of its layers do not use our attention, or not with their window: "

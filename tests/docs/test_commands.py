@@ -30,6 +30,7 @@ NOT_RUN = {
     r"\S+ kubectl ": "needs Kubernetes; tests/jobs/test_kuberay.py holds manifests against schemas",
     r"\S+ sbatch ": "needs Slurm",
     r"\S+ (python jobs/pictures|rayfcp train jobs/qwen3-vl-tiny)": "tests/cluster/test_decoding.py does less of it",
+    r"\S+ python -m rayfcp.models.families": "tests/models/test_family_count.py runs it on fewer families",
     r"docs/results.md:.*": "takes minutes to hours; tests/jobs and tests/compare run the same code on less",
     r"dashboards/README.md:\d+ python -m dashboards.install --beside-ray": "needs Ray's Grafana: tests/dashboards",
 }

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -63,27 +63,58 @@ def random_tensors(
     }
 
 
-def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Soft cap of scores, 0 for none, and sinks `[heads]`."""
+
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    def own_sinks(self) -> torch.Tensor | None:
+        """A leaf with a gradient of its own."""
+        return None if self.sinks is None else self.sinks.clone().requires_grad_()
+
+
+PLAIN = Variant()
+OF_SINKS = -1
+"""Key of the gradient of sinks among results by sequence."""
+
+
+def dense(tensors: Tensors, sequences: Sequence[SequenceSpec], *, variant: Variant = PLAIN) -> Tensors:
     """out, dq, dk, dv per sequence by one softmax; layers of the first kind."""
     results: Tensors = {}
+    sinks = variant.own_sinks()
     for sequence in sequences:
         q, k, v = (part.clone().requires_grad_() for part in tensors[sequence.id][:3])
         wide = [part.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for part in (k, v)]
         scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * q.shape[2] ** -0.5
+        if variant.softcap:
+            scores = variant.softcap * torch.tanh(scores / variant.softcap)
         kind = sequence.layer_kinds[0][0] if sequence.layer_kinds else FULL
         window = kind.window or -kind.chunk
         scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=window)), float("-inf"))
-        out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
+        if sinks is not None:  # keys without a value
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+        out = (scores.softmax(-1)[..., : len(q)] @ wide[1]).transpose(0, 1)
         out.backward(tensors[sequence.id][3])
         results[sequence.id] = [out.detach(), q.grad, k.grad, v.grad]
+    if sinks is not None:
+        results[OF_SINKS] = [sinks.grad]
     return results
 
 
-def distributed(programs: Programs, layout: Layout, tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
+def distributed(
+    programs: Programs,
+    layout: Layout,
+    tensors: Tensors,
+    sequences: Sequence[SequenceSpec],
+    *,
+    variant: Variant = PLAIN,
+) -> Tensors:
     """The same by the interpreter, one thread per rank, put together again."""
     results = {s.id: [torch.zeros_like(tensors[s.id][i]) for i in (0, 0, 1, 2)] for s in sequences}
     fabric = Fabric(len(programs))
-    kernel = pick_kernel("cpu")
+    kernel, sinks = pick_kernel("cpu"), [variant.own_sinks() for _ in programs]
 
     def work(rank: int) -> None:
         own = [block for block in layout.blocks if block.rank == rank]
@@ -94,8 +125,10 @@ def distributed(programs: Programs, layout: Layout, tensors: Tensors, sequences:
                 torch.ones(1, heads, HEAD_DIM, dtype=tensors[0][0].dtype)
                 for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
             ]
+            inputs[3] *= 0.0  # padding is in no loss
         q, k, v = (part.requires_grad_() for part in inputs[:3])
-        out = attention(q, k, v, programs[rank], transport=InProcessTransport(fabric, rank), kernel=kernel)
+        options = {"softcap": variant.softcap, "sinks": sinks[rank], "kernel": kernel}
+        out = attention(q, k, v, programs[rank], transport=InProcessTransport(fabric, rank), **options)
         out.backward(inputs[3])
         at = 0
         for block in own:
@@ -104,6 +137,8 @@ def distributed(programs: Programs, layout: Layout, tensors: Tensors, sequences:
             at += block.num_tokens
 
     run_ranks(work, num_ranks=len(programs), fabric=fabric)
+    if variant.sinks is not None:
+        results[OF_SINKS] = [sum(each.grad for each in sinks)]
     return results
 
 
@@ -116,25 +151,34 @@ def assert_equal_to_dense(
 
 
 def assert_programs_equal_to_dense(
-    programs: Programs, layout: Layout, sequences: Sequence[SequenceSpec], *, dtype: torch.dtype
+    programs: Programs,
+    layout: Layout,
+    sequences: Sequence[SequenceSpec],
+    *,
+    dtype: torch.dtype,
+    variant: Variant = PLAIN,
 ) -> None:
     tensors = random_tensors(sequences, dtype=dtype)
-    expected, found = dense(tensors, sequences), distributed(programs, layout, tensors, sequences)
+    expected = dense(tensors, sequences, variant=variant)
+    found = distributed(programs, layout, tensors, sequences, variant=variant)
+    assert expected.keys() == found.keys()
     bound = 1e-10 if dtype is torch.float64 else 1e-5
-    for sequence in sequences:
-        for name, want, have in zip(("out", "dq", "dk", "dv"), expected[sequence.id], found[sequence.id], strict=True):
+    for key, wanted in expected.items():
+        for number, (want, have) in enumerate(zip(wanted, found[key], strict=True)):
             error = float((want - have).norm() / want.norm().clamp_min(1.0))
-            assert error <= bound, f"sequence {sequence.id} {name}: relative error {error:.2e}"
+            assert error <= bound, f"sequence {key}, {('out', 'dq', 'dk', 'dv')[number]}: relative error {error:.2e}"
 
 
-def assert_lowered_equal_to_dense(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
+def assert_lowered_equal_to_dense(
+    layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int, variant: Variant = PLAIN
+) -> None:
     """One microbatch of one group with this layout, windows too."""
     programs = lower(plan_of(layout, sequences, num_ranks=num_ranks), sequences)
     attention = [forwards(each)[0].attention for each in programs]
-    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64)
+    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64, variant=variant)
 
 
-def assert_ulysses_equal_to_dense(sequences: Sequence[SequenceSpec], *, degree: int) -> None:
+def assert_ulysses_equal_to_dense(sequences: Sequence[SequenceSpec], *, degree: int, variant: Variant = PLAIN) -> None:
     """One group that shares out heads."""
     group = Group(
         ranks=tuple(range(degree)), sequences=tuple(each.id for each in sequences), primitive=Primitive.ULYSSES
@@ -143,4 +187,4 @@ def assert_ulysses_equal_to_dense(sequences: Sequence[SequenceSpec], *, degree: 
     layout = lay_out(microbatch, sequences)
     plan = replace(plan_of(layout, sequences, num_ranks=degree), microbatches=(microbatch,))
     attention = [forwards(each)[0].attention for each in lower(plan, sequences)]
-    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64)
+    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64, variant=variant)

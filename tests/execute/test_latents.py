@@ -64,7 +64,7 @@ def dense(inputs: Inputs, sequences: Sequence[SequenceSpec]) -> Results:
             both = torch.einsum("tl,hdl->thd", k.squeeze(1), up)
             k, v = torch.cat([both[..., :NOPE], v.expand(-1, HEADS, -1)], dim=2), both[..., NOPE:]
         scores = torch.einsum("qhd,khd->hqk", q, k) * (NOPE + ROPE) ** -0.5
-        scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=0)), float("-inf"))
+        scores = scores.masked_fill(~torch.from_numpy(seen(sequence)), float("-inf"))
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         out.backward(inputs.tensors[sequence.id][3])
         found[sequence.id] = [out.detach(), *(each.grad for each in given)]

@@ -16,8 +16,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 9}
+CHUNKED = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 7}
 KEYS = {
     **FOLDERS,
+    "gemma2, capped": ("gemma2", SLIDING | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gpt_oss, sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere2, scaled": ("cohere2", SLIDING | {"logit_scale": 0.25}),
+    "granite, divided": ("granite", {"logits_scaling": 4.0}),
+    "llama4, chunks": (
+        "llama4_text",
+        CHUNKED | {"num_local_experts": 3, "intermediate_size_mlp": 40, "attn_temperature_tuning": False},
+    ),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     **{what: (family, SIZES | keys) for what, (family, keys) in MODELS.items()},
 }
