@@ -66,9 +66,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 16,
     },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "num_hidden_layers": 3},
+    "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 6},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": TYPES},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 9},
 }
 
 
@@ -122,7 +124,7 @@ def disturbed(config: PreTrainedConfig, *, dtype: str) -> CausalLM:
 
 def by_library(config: PreTrainedConfig, case: Case, *, dtype: str) -> tuple[float, Gradients]:
     """Mean loss and its gradients by the library alone, sequence by sequence."""
-    keywords = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    keywords = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords).to(DTYPES[dtype]).train()
     model.load_state_dict(disturbed(config, dtype=dtype).model.state_dict())
     for module in model.modules():

@@ -53,8 +53,10 @@ RANKS = {
     "bamba": (CASES[6],),
     "granitemoehybrid": (CASES[3],),
     "falcon_h1": (CASES[2],),
+    "mamba2": (CASES[3],),
     "minimax": (CASES[8], CASES[7]),
-    "lfm2": (CASES[2], CASES[4]),
+    "lfm2": (CASES[2],),
+    "lfm3": (CASES[4],),
 }
 """Rings of one to five ranks, Ulysses groups, heads shared by runs of ranks; layers recomputed with and without what
 mixes tokens."""
@@ -207,7 +209,7 @@ def test_compiled_around_recurrence() -> None:
     assert found is None
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba2", "zamba2", "recurrent_gemma", "rwkv"])
+@pytest.mark.parametrize("family", ["jamba", "zamba2", "recurrent_gemma", "rwkv"])
 def test_other_recurrences_are_refused(family: str) -> None:
     with pytest.raises(ConfigError, match=f"^model: {family} does not run, ") as caught:
         check_runs(AutoConfig.for_model(family))
