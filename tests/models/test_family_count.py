@@ -7,12 +7,11 @@ import pytest
 
 from rayfcp.models.families import main
 
-RUN = ("llama", "gpt2", "gemma2", "gpt_oss", "cohere2", "granite", "minicpm3")
+RUN = ("llama", "gpt2", "gemma2", "gpt_oss", "cohere2", "granite", "minicpm3", "apertus", "modernbert-decoder")
 REFUSED = {
     "bart": "has an encoder",
     "bert": "has no list of layers",
     "falcon": "code of its own",
-    "llama4_text": "attn_temperature_tuning",
     "deepseek_v32": "indexer",
 }
 
