@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Lengths
-from rayfcp.execute.kernels.recurrence import Gated, sums_after
+from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel, sums_after
 from rayfcp.values.mixers import CHUNK_TOKENS
 
 DIRECT = 16
@@ -80,7 +80,7 @@ class _Decayed:
     whole: Tensor
 
 
-class ChunkedKernel:
+class ChunkedKernel(RecurrenceKernel):
     """See `RecurrenceKernel`."""
 
     name = "torch's operators in chunks"

@@ -83,6 +83,21 @@ class RecurrenceKernel(Protocol):
 
     name: str
 
+    def summarize(self, inputs: Gated, *, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a delta rule as affine maps of the states before sequences, `S_out = T S_in + U` and outputs `O + P S_in`:
+        P `[tokens, heads, dk]` in the dtype of values, U `[sequences, heads, dk, dv]` and T `[sequences, heads, dk,
+        dk]`. Without gradients.
+
+        The recurrence is linear in values and states, column by column, so values `[v, 0]` and states `[0, I]` make
+        outputs `[O, P]` and states `[U, T]`.
+        """
+        (heads, dk, dv), value, dtype = inputs.state_shape, inputs.value, inputs.state_dtype
+        wide = torch.cat((value, value.new_zeros(*value.shape[:2], dk)), dim=-1)
+        identity = torch.eye(dk, dv + dk, dtype=dtype, device=value.device).roll(dv, dims=1)
+        state = identity.repeat(len(lengths), heads, 1, 1)
+        out, final = self(inputs.with_values(wide), lengths=lengths, state=state)
+        return out[..., dv:], final[..., :dv], final[..., dv:]
+
     def __call__(self, inputs: Gated, *, lengths: Lengths, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs `[tokens, heads, dv]` in the dtype of values, and states `[sequences, heads, dk, dv]` after the last
         token of each sequence. `lengths`: tokens of each, at least 1; `state`: before the first token of each, zero if
@@ -100,25 +115,3 @@ def _best(device: str) -> RecurrenceKernel:
     kernel = next(backend_of(device).recurrences())
     logger.info("recurrences on %s: %s", device, kernel.name)
     return kernel
-
-
-Gradients = tuple[Tensor, ...]
-
-
-def differentiate(
-    kernel: RecurrenceKernel,
-    inputs: Gated,
-    *,
-    lengths: Lengths,
-    state: Tensor | None,
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-) -> Gradients:
-    """Gradients of `inputs.tensors` at the states before the sequences, given those of the outputs and of the states
-    after the sequences (None: zero). The kernel runs forward once more: only its inputs were kept."""
-    leaves = [each.detach().requires_grad_() for each in inputs.tensors]
-    with torch.enable_grad():
-        out, final = kernel(inputs.of(leaves), lengths=lengths, state=state)
-    if grad_state is None:
-        return torch.autograd.grad((out,), leaves, (grad_out,))
-    return torch.autograd.grad((out, final), leaves, (grad_out, grad_state))
