@@ -13,11 +13,12 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Lengths
-from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel, sums_after
+from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel, states_of_maps, sums_after
 from rayfcp.values.mixers import CHUNK_TOKENS
 
 DIRECT = 16
@@ -28,12 +29,14 @@ middle, into products with decays of rows and of columns alone, and two halves."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunks:
     """Chunks of `size` tokens, by step, in a step by sequence, the longest first. `active[j]`: sequences that have a
-    chunk j. `rows`: of each token, in all chunks. `order`: the place of each sequence among them."""
+    chunk j. `rows`: of each token, in all chunks. `order`: the place of each sequence among them; `longest`: its
+    inverse."""
 
     size: int
     active: tuple[int, ...]
     rows: Tensor
     order: Tensor
+    longest: Tensor
 
     def split(self, tokens: Tensor, *, key_heads: int) -> Tensor:
         """`[tokens, heads, ...]` as `[chunks, key_heads, heads / key_heads, size, ...]`, zero where there is none."""
@@ -63,6 +66,7 @@ def _chunks_of(lengths: Lengths, device: torch.device) -> _Chunks:
         active=active,
         rows=to_device(rows, dtype=torch.int64, device=device),
         order=to_device(place, dtype=torch.int64, device=device),
+        longest=to_device(order, dtype=torch.int64, device=device),
     )
 
 
@@ -89,20 +93,30 @@ class ChunkedKernel(RecurrenceKernel):
         with torch.autocast(inputs.value.device.type, enabled=False):
             return _run(inputs, chunks=_chunks_of(lengths, inputs.value.device), state=state)
 
+    def summarize(self, inputs: Gated, *, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `RecurrenceKernel`, without the values 0, and without O."""
+        size, state = inputs.state_shape[2], states_of_maps(inputs, count=len(lengths))
+        with torch.autocast(inputs.value.device.type, enabled=False):
+            chunks = _chunks_of(lengths, inputs.value.device)
+            out, final = _run(inputs, chunks=chunks, state=state, first_column=size)
+        return out, final[..., :size], final[..., size:]
 
-def _run(inputs: Gated, *, chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
+
+def _run(inputs: Gated, *, chunks: _Chunks, state: Tensor | None, first_column: int = 0) -> tuple[Tensor, Tensor]:
+    """Outputs of columns from `first_column` on, and states. States of delta rules may have more columns than values,
+    whose values are 0."""
     dtype, key_heads = inputs.state_dtype, inputs.key.shape[1]
     query, key, value, decay, *rest = (chunks.split(each.to(dtype), key_heads=key_heads) for each in inputs.tensors)
     decayed = _decayed(query * inputs.scale, key, log_decay=decay, is_delta=bool(rest))
     if state is None:
         state = value.new_zeros((len(chunks.order), *inputs.state_shape))
-    first = state.to(dtype).unflatten(1, (key_heads, -1)).index_select(0, torch.argsort(chunks.order))
+    first = state.to(dtype).unflatten(1, (key_heads, -1)).index_select(0, chunks.longest)
     if rest:
         values, starts, final = _pass_delta(decayed, value, beta=rest[0].unsqueeze(-1), state=first, chunks=chunks)
     else:
         values = value
         starts, final = _pass(decayed.whole, decayed.key_end.mT @ value, state=first, chunks=chunks)
-    out = decayed.scores @ values + decayed.query @ starts
+    out = decayed.scores @ values[..., first_column:] + decayed.query @ starts[..., first_column:]
     return chunks.joined(out).to(inputs.value.dtype), final.index_select(0, chunks.order).flatten(1, 2)
 
 
@@ -180,6 +194,7 @@ def _pass_delta(
     solved = torch.linalg.solve_triangular(beta * decayed.overlaps, both, upper=False, unitriangular=True)
     given, read = solved.split((value.shape[-1], solved.shape[-1] - value.shape[-1]), dim=-1)
     starts, ends, written = [], [], []
+    given = F.pad(given, (0, state.shape[-1] - given.shape[-1]))
     columns = (given, read, decayed.key_end.expand_as(read), decayed.whole)
     for own, keys, key_end, decay in zip(*(each.split(chunks.active) for each in columns), strict=True):
         ends.append(state[len(own) :])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rayfcp.execute.attention.schedule import accumulator_dtype, take_rows
@@ -78,6 +79,13 @@ def sums_after(log_decay: Tensor, *, dim: int) -> Tensor:
     return later.flip(dim).cumsum(dim).flip(dim)
 
 
+def states_of_maps(inputs: Gated, *, count: int) -> Tensor:
+    """`[0, I]` for each of `count` sequences and each head, `[count, heads, dk, dv + dk]`."""
+    heads, dk, dv = inputs.state_shape
+    identity = torch.eye(dk, dv + dk, dtype=inputs.state_dtype, device=inputs.value.device).roll(dv, dims=1)
+    return identity.repeat(count, heads, 1, 1)
+
+
 class RecurrenceKernel(Protocol):
     """A recurrence over packed sequences, differentiable in its inputs and in the states."""
 
@@ -91,11 +99,9 @@ class RecurrenceKernel(Protocol):
         The recurrence is linear in values and states, column by column, so values `[v, 0]` and states `[0, I]` make
         outputs `[O, P]` and states `[U, T]`.
         """
-        (heads, dk, dv), value, dtype = inputs.state_shape, inputs.value, inputs.state_dtype
-        wide = torch.cat((value, value.new_zeros(*value.shape[:2], dk)), dim=-1)
-        identity = torch.eye(dk, dv + dk, dtype=dtype, device=value.device).roll(dv, dims=1)
-        state = identity.repeat(len(lengths), heads, 1, 1)
-        out, final = self(inputs.with_values(wide), lengths=lengths, state=state)
+        _, dk, dv = inputs.state_shape
+        wide = inputs.with_values(F.pad(inputs.value, (0, dk)))
+        out, final = self(wide, lengths=lengths, state=states_of_maps(inputs, count=len(lengths)))
         return out[..., dv:], final[..., :dv], final[..., dv:]
 
     def __call__(self, inputs: Gated, *, lengths: Lengths, state: Tensor | None) -> tuple[Tensor, Tensor]:
