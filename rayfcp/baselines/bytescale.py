@@ -101,7 +101,9 @@ def _batch_s(drafts: Drafts, *, batch: Columns, cost: CostModel) -> float:
     flat = [(number, draft) for number, each in enumerate(drafts) for draft in each]
     pairs = np.array([sum(batch.pairs[at] for at in draft.members) for _, draft in flat], np.float64)
     tokens = np.array([sum(batch.num_tokens[at] for at in draft.members) for _, draft in flat], np.float64)
-    passes_s = cost.passes_s(pairs, tokens, degree=np.array([draft.degree for _, draft in flat]))
+    counts = np.array([sum(batch.counts[at] for at in draft.members) for _, draft in flat], np.float64)
+    degrees = np.array([draft.degree for _, draft in flat])
+    passes_s = cost.passes_s(pairs, tokens, degree=degrees, num_sequences=counts)
     slowest = np.zeros((2, len(drafts)))
     for slowest_s, seconds in zip(slowest, passes_s, strict=True):
         np.maximum.at(slowest_s, [number for number, _ in flat], seconds)

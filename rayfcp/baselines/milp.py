@@ -211,7 +211,10 @@ def makespan_of(slots: Sequence[Slot], counts: Counts) -> float:
 def _lines(terms: Terms, pairs: Floats, tokens: Floats) -> list[tuple[Floats, float]]:
     """What a sequence adds, and what use adds; one line where nothing hides, since all are the same then."""
     lines = terms.lines() if terms.overlap.any() else terms.lines()[:1]
-    return [(pairs * per_pair + tokens * per_token, float(fixed_s)) for per_pair, per_token, fixed_s in lines]
+    return [
+        (pairs * per_pair + tokens * per_token + terms.states_s_per_sequence, float(fixed_s))
+        for per_pair, per_token, fixed_s in lines
+    ]
 
 
 GAP = 0.02

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.kernels.group_time import Terms
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_of_ranks, place_groups, ranks_of_nodes
 from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of
@@ -45,6 +44,7 @@ def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> f
             sum(batch.num_tokens[at] for at in draft.members),
             degree=draft.degree,
             primitive=draft.primitive,
+            num_sequences=sum(batch.counts[at] for at in draft.members),
         )
         for draft in drafts
     ]
@@ -199,12 +199,16 @@ class _Search:
         self.num_packings = 0
         self._tokens = np.array(batch.num_tokens, np.float64)
         self._pairs = np.array(batch.pairs, np.float64)
+        self._counts = np.array(batch.counts, np.float64)
         self._crosses = _crossing(degree, num_groups=self.num_groups, cluster=cluster, cost=cost)
-        # no primitive's compute depends on the links
-        forward, backward = cost.terms(degree, primitive=self.primitive)
-        self._work_s = _work_s(forward, pairs=self._pairs, tokens=self._tokens) + _work_s(
-            backward, pairs=self._pairs, tokens=self._tokens
+        # of each sequence in a group, without what is fixed and what attention's messages add
+        forward, backward = (
+            self._pairs * each.attention_s_per_pair
+            + self._tokens * (each.attention_s_per_token + each.linear_s_per_token + each.states_s_per_token)
+            + self._counts * each.states_s_per_sequence
+            for each in cost.terms(degree, primitive=self.primitive)
         )
+        self._work_s: Floats = forward + backward
 
     def run(self, options: PlanConfig, *, limit_s: float) -> Owners | None:
         """The pack of each sequence in the cheapest packing; None if none can be below `limit_s`."""
@@ -274,9 +278,8 @@ class _Search:
         """At most the seconds of any plan of `count` microbatches at this degree: all groups share all work, and
         one of them works on the longest sequence."""
         cost, batch = self.cost, self.batch
-        alone_s = min(
-            self._group_s(batch.pairs[0], batch.num_tokens[0], crosses=crosses)[()] for crosses in set(self._crosses)
-        )
+        longest = batch.pairs[0], batch.num_tokens[0], batch.counts[0]
+        alone_s = min(self._passes_s(*longest, crosses=crosses).sum() for crosses in set(self._crosses))
         work_s = max(float(self._work_s.sum()) / self.num_groups, float(alone_s) - cost.fixed_s)
         exposed_s = count * cost.exposed_s + cost.reduce_exposed_s
         return max(work_s + count * cost.fixed_s + exposed_s, count * cost.shard_s + cost.reduce_s)
@@ -293,19 +296,18 @@ class _Search:
 
     def _seconds(self, owners: Owners) -> tuple[Floats, Floats, Floats]:
         """Seconds of each pack with links as the degree has them as a rule; [pass, pack] inside a node, and across."""
-        pairs, tokens = np.bincount(owners, self._pairs), np.bincount(owners, self._tokens)
-        held = tokens > 0
-        inside_s, across_s = (self._passes_s(pairs, tokens, crosses=crosses) * held for crosses in (False, True))
+        loads = [np.bincount(owners, each) for each in (self._pairs, self._tokens, self._counts)]
+        held = loads[1] > 0
+        inside_s, across_s = (self._passes_s(*loads, crosses=crosses) * held for crosses in (False, True))
         usual_s = across_s if self.degree > self.cost.ranks_per_node else inside_s
         return np.asarray(usual_s.sum(axis=0)), inside_s, across_s
 
-    def _passes_s(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
+    def _passes_s(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, counts: npt.ArrayLike, *, crosses: bool) -> Floats:
         """[pass, pack]."""
-        passes_s = self.cost.passes_s(pairs, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
+        passes_s = self.cost.passes_s(
+            pairs, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses, num_sequences=counts
+        )
         return np.stack(passes_s)
-
-    def _group_s(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
-        return self.cost.group_s(pairs, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
 
 
 def _crossing(degree: int, *, num_groups: int, cluster: ClusterSpec, cost: CostModel) -> list[bool]:
@@ -313,13 +315,6 @@ def _crossing(degree: int, *, num_groups: int, cluster: ClusterSpec, cost: CostM
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     placed = place_groups([degree] * num_groups, ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node))
     return [len({nodes[rank] for rank in ranks}) > 1 for ranks in placed]
-
-
-def _work_s(terms: Terms, *, pairs: Floats, tokens: Floats) -> Floats:
-    """Seconds of each sequence in a group, without what is fixed and what communication adds."""
-    return np.asarray(
-        pairs * terms.attention_s_per_pair + tokens * (terms.attention_s_per_token + terms.linear_s_per_token)
-    )
 
 
 def static_proposal(

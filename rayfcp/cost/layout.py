@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
-from rayfcp.cost.model import CostModel, speeds_of
+from rayfcp.cost.model import CostModel, scans_of, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.scans import ScanCost
 from rayfcp.cost.work import LayoutWork, layout_work
@@ -103,8 +103,10 @@ def _states_s(layout: Layout, *, cluster: ClusterSpec, cost: CostModel) -> tuple
             parts[block.rank] += 1
     across = len(set(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))) > 1
     ranks = np.array(float(max(map(len, ranks_of.values()), default=1)))
-    forward, backward = cost.scan.passes_s(ranks, parts=max(parts), crosses=np.array(across), inside=ranks)
-    return float(forward.s), float(backward.s)
+    scans = scans_of(cost, ranks, parts=max(parts), crosses=np.array(across))
+    assert scans is not None, "the model has states"
+    forward_s, backward_s = (float(each.s + each.s_per_sequence) for each in scans)
+    return forward_s, backward_s
 
 
 def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) -> tuple[float, float]:

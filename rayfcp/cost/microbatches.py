@@ -330,6 +330,7 @@ def _of_groups(
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     pairs = np.array([sum([by_id[each].attention_pairs for each in group.sequences]) for group in groups], np.float64)
     tokens = np.array([sum([by_id[each].num_tokens for each in group.sequences]) for group in groups], np.float64)
+    counts = np.array([len(group.sequences) for group in groups], np.float64)
     degrees = np.array([group.degree for group in groups], np.float64)
     crosses = np.array([len({nodes[rank] for rank in group.ranks}) > 1 for group in groups])
     speeds = group_speeds([group.ranks for group in groups], cluster=cluster)
@@ -338,7 +339,13 @@ def _of_groups(
     for primitive, at in ((Primitive.RING, ~by_heads), (Primitive.ULYSSES, by_heads)):
         if at.any():
             passes_s[:, at] = cost.passes_s(
-                pairs[at], tokens[at], degree=degrees[at], primitive=primitive, crosses=crosses[at], speed=speeds[at]
+                pairs[at],
+                tokens[at],
+                degree=degrees[at],
+                primitive=primitive,
+                crosses=crosses[at],
+                speed=speeds[at],
+                num_sequences=counts[at],
             )
     held = np.ceil(tokens / degrees)
     shared = np.where(by_heads, np.maximum(1 / degrees, 1 / cost.num_kv_heads), 1 / degrees)

@@ -42,41 +42,55 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
     forward = _computed(cost, ranks, attention=cost.attention_forward, linear=cost.linear_forward, half=half)
     backward = _computed(cost, ranks, attention=1 - cost.attention_forward, linear=1 - cost.linear_forward, half=half)
     expanded_s = cover * cost.expansion_s_per_token
-    scans = _scans(cost, ranks, parts=RING_PARTS, crosses=crosses)
-    return (
+    passes = (
         forward._replace(
             attention_s_per_token=forward.attention_s_per_token + expanded_s,
-            moved_s_per_token=(ranks - 1) * cost.ring_forward * hop_s + scans[0].s_per_token,
-            moved_s=(ranks - 1) * once_s + scans[0].s,
-            tail_s_per_token=scans[0].s_per_token,
-            tail_s=_finite(scans[0].s),
+            moved_s_per_token=(ranks - 1) * cost.ring_forward * hop_s,
+            moved_s=(ranks - 1) * once_s,
             cover=cover,
             steady=cover,
             overlap=np.full_like(ranks, cost.overlap),
         ),
         backward._replace(
             attention_s_per_token=backward.attention_s_per_token + EXPANSION_BACKWARD * expanded_s,
-            moved_s_per_token=(ranks - 1) * (1 - cost.ring_forward) * hop_s + scans[1].s_per_token,
-            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s + scans[1].s,
-            tail_s_per_token=np.where(ranks == 1, 0.0, cost.ring_returned * hop_s) + scans[1].s_per_token,
-            tail_s=once_s + _finite(scans[1].s),
+            moved_s_per_token=(ranks - 1) * (1 - cost.ring_forward) * hop_s,
+            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s,
+            tail_s_per_token=np.where(ranks == 1, 0.0, cost.ring_returned * hop_s),
+            tail_s=once_s,
             overlap=np.full_like(ranks, cost.overlap),
             **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
         ),
     )
+    scans = scans_of(cost, ranks, parts=RING_PARTS, crosses=crosses)
+    return _with_states(cost, passes, scans, ranks=ranks) if scans else passes
 
 
-def _scans(cost: "CostModel", ranks: Floats, *, parts: int, crosses: Bools) -> tuple[Moved, Moved]:
-    """What a group's recurrent layers move, forward and backward; of states as if one sequence were cut."""
+def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) -> tuple[Moved, Moved] | None:
+    """What recurrent layers of groups add, forward and backward; `parts` of each sequence that a rank has."""
     if cost.scan is None:
-        nothing = Moved(np.zeros_like(ranks), np.zeros_like(ranks))
-        return nothing, nothing
-    return cost.scan.passes_s(ranks, parts=parts, crosses=crosses, inside=_inside(cost, ranks, crosses=crosses))
+        return None
+    return cost.scan.passes_s(ranks, parts=parts, inside=_inside(cost, ranks, crosses=crosses))
 
 
-def _finite(seconds: Floats) -> Floats:
-    """Tails of degrees that groups may have; a difference of infinities is no number."""
-    return np.nan_to_num(seconds, posinf=0.0)
+def _with_states(
+    cost: "CostModel", passes: tuple[Terms, Terms], scans: tuple[Moved, Moved], *, ranks: Floats
+) -> tuple[Terms, Terms]:
+    """Forward and backward with recurrent layers, whose messages use the ports that shards use: traffic of shards
+    hides behind the rest of a pass only, each pass has its share of computation of it."""
+    shards_s = 0.0 if cost.pipeline else max(cost.shard_s - cost.exposed_s, 0.0)
+    shares = cost.linear_forward, 1 - cost.linear_forward
+    forward, backward = (
+        terms._replace(
+            linear_s_per_token=terms.linear_s_per_token + scan.computed_s_per_token,
+            moved_s=np.where(np.isfinite(scan.s), terms.moved_s, np.inf),
+            states_s_per_sequence=scan.s_per_sequence,
+            states_s_per_token=scan.s_per_token,
+            states_s=np.nan_to_num(scan.s, posinf=0.0),
+            shards_s=np.where(ranks > 1, share * shards_s, 0.0),
+        )
+        for terms, scan, share in zip(passes, scans, shares, strict=True)
+    )
+    return forward, backward
 
 
 def _inside(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> Floats:
@@ -113,7 +127,8 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
     """Forward and backward of Ulysses groups by degree.
 
     Each rank exchanges (d - 1) / d of its tokens, and nothing hides it. What leaves the node has links of its own.
-    A rank expands latents for its own heads only.
+    A rank expands latents for its own heads only. Sequences are laid end to end and cut between ranks: states pass as
+    if one sequence went across all.
     """
     grown = 1 - cost.ulysses_kv_share + cost.ulysses_kv_share * np.maximum(ranks / cost.num_kv_heads, 1.0)
     inside = _inside(cost, ranks, crosses=crosses)
@@ -123,17 +138,20 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
     splits = (cost.num_heads % ranks == 0) & ((cost.num_kv_heads % ranks == 0) | (ranks % cost.num_kv_heads == 0))
     known = (cost.ulysses_intra_s_per_token > 0 and cost.ulysses_inter_s_per_token > 0) | (ranks == 1)
     moved_s = np.where(splits & known, np.where(ranks > 1, cost.ulysses_s, 0.0), np.inf)
-    scans = _scans(cost, ranks, parts=1, crosses=crosses)
     forward, backward = (
         _computed(cost, ranks, attention=attention, linear=linear, half=1 / (2 * ranks))._replace(
-            moved_s_per_token=share * per_token + scan.s_per_token, moved_s=share * moved_s + scan.s
+            moved_s_per_token=share * per_token, moved_s=share * moved_s
         )
-        for attention, linear, share, scan in (
-            (cost.attention_forward, cost.linear_forward, cost.passes_forward, scans[0]),
-            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward, scans[1]),
+        for attention, linear, share in (
+            (cost.attention_forward, cost.linear_forward, cost.passes_forward),
+            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward),
         )
     )
-    return forward, backward
+    scans = scans_of(cost, ranks, parts=1, crosses=crosses)
+    if scans is None:
+        return forward, backward
+    first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=0 * each.s) for each in scans)
+    return _with_states(cost, (forward, backward), (first, second), ranks=ranks)
 
 
 def _computed(cost: "CostModel", ranks: Floats, *, attention: float, linear: float, half: Floats) -> Terms:
@@ -359,6 +377,7 @@ class CostModel:
         primitive: Primitive = Primitive.RING,
         crosses: npt.ArrayLike | None = None,
         speed: npt.ArrayLike = 1.0,
+        num_sequences: npt.ArrayLike = 1,
     ) -> Floats:
         """Seconds of a group that is alone in a microbatch, forward and backward (Eq. 8-10); arguments broadcast.
 
@@ -368,7 +387,13 @@ class CostModel:
         others wait (`ClusterSpec.speed_of_rank`).
         """
         forward_s, backward_s = self.passes_s(
-            pairs, num_tokens, degree=degree, primitive=primitive, crosses=crosses, speed=speed
+            pairs,
+            num_tokens,
+            degree=degree,
+            primitive=primitive,
+            crosses=crosses,
+            speed=speed,
+            num_sequences=num_sequences,
         )
         return np.asarray(forward_s + backward_s)
 
@@ -381,10 +406,14 @@ class CostModel:
         primitive: Primitive = Primitive.RING,
         crosses: npt.ArrayLike | None = None,
         speed: npt.ArrayLike = 1.0,
+        num_sequences: npt.ArrayLike = 1,
     ) -> tuple[Floats, Floats]:
         """Seconds of a group's forward and of its backward; their sum is `group_s`."""
-        forward, backward = self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
-        return forward.seconds(pairs, num_tokens), backward.seconds(pairs, num_tokens)
+        forward, backward = (
+            each.seconds(pairs, num_tokens, num_sequences=num_sequences)
+            for each in self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
+        )
+        return forward, backward
 
     def kv_share(self, heads: int) -> float:
         """Share of a token's keys and values on each of `heads` ranks that share out heads; beyond the number of

@@ -51,6 +51,7 @@ class GroupWork:
 
     num_tokens: int
     num_pairs: float
+    num_sequences: int = 1
     degree: int = 1
     primitive: Primitive = Primitive.RING
     crosses: bool = False
@@ -61,6 +62,7 @@ class GroupWork:
         return cls(
             num_tokens=sum(each.num_tokens for each in sequences),
             num_pairs=sum(each.attention_pairs for each in sequences),
+            num_sequences=len(sequences),
             degree=group.degree,
             primitive=group.primitive,
             crosses=crosses,
@@ -159,8 +161,9 @@ class _Columns:
         groups = [group for each in observations for group in each.groups]
         self._num_observations = len(observations)
         self._owners = np.repeat(np.arange(len(observations)), [len(each.groups) for each in observations])
-        self._pairs, self._tokens = (
-            np.array([getattr(group, name) for group in groups], np.float64) for name in ("num_pairs", "num_tokens")
+        self._pairs, self._tokens, self._sequences = (
+            np.array([getattr(group, f"num_{name}") for group in groups], np.float64)
+            for name in ("pairs", "tokens", "sequences")
         )
         self._degrees = np.array([group.degree for group in groups])
         self._crosses = np.array([group.crosses for group in groups])
@@ -195,6 +198,7 @@ class _Columns:
                     degree=self._degrees[at],
                     primitive=primitive,
                     crosses=self._crosses[at],
+                    num_sequences=self._sequences[at],
                 )
         return seconds
 

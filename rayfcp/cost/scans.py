@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import inter_bandwidth
+from rayfcp.cost.analytic import flops_per_s, inter_bandwidth
 from rayfcp.values import HardwareProfile, ModelProfile, RecurrenceProfile
-from rayfcp.values.arrays import Bools, Floats
+from rayfcp.values.arrays import Floats
 from rayfcp.values.mixers import STATE_BYTES
 
 RING_PARTS = 2
@@ -18,25 +18,33 @@ RING_PARTS = 2
 
 
 class Moved(NamedTuple):
-    """What a pass moves in recurrent layers: seconds per token of the whole group, and seconds."""
+    """What a pass adds in the recurrent layers of a group that cuts sequences: messages, in seconds per sequence, per
+    token of the whole group, and seconds; and computation, in seconds per token."""
 
+    s_per_sequence: Floats
     s_per_token: Floats
     s: Floats
+    computed_s_per_token: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanCost:
-    """Cost of a part of a cut sequence, in all recurrent layers together (`rayfcp.program.scan`).
+    """Cost of cut sequences in all recurrent layers together (`rayfcp.program.scan`).
 
-    Forward, a rank moves `transition_bytes`, |T|, and twice `state_bytes`, |U| and |S|, in two rounds; over two ranks
-    T and U in one. Backward, it moves |R| and |dS| in two rounds; over two ranks R in one. Before either pass through a
+    Forward, each part of a sequence moves `transition_bytes`, |T|, and twice `state_bytes`, |U| and |S|, in two rounds;
+    over two ranks T and U in one. Backward, it moves |R| and |dS| in two rounds; over two ranks R in one. Ranks share
+    out `num_heads`; those that get one more than others, or share one, receive more. Before either pass through a
     layer, `halo_bytes` pass for its convolution, in a round of its own. `round_s`: latency of a round of all layers,
-    `halo_s`: of those with a convolution. `share`: of all that, in passes that are not followed by a backward pass.
+    `halo_s`: of those with a convolution. Kernels compute `summary_s_per_token` more of cut sequences forward, and
+    `part_s_per_token` more in either pass. `share`: of all that, in passes that are not followed by a backward pass.
     """
 
+    num_heads: int
     transition_bytes: float
     state_bytes: float
     halo_bytes: float
+    summary_s_per_token: float
+    part_s_per_token: float
     round_s: float
     halo_s: float
     intra_bandwidth: float
@@ -52,27 +60,42 @@ class ScanCost:
         if not mixers:
             return None
         transitions, states = (sum(column) for column in zip(*(each.state_elements for each in mixers), strict=True))
+        _, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
+        recurrent = [each for each in mixers if isinstance(each, RecurrenceProfile)]
         return cls(
+            num_heads=min((max(each.num_heads, 1) for each in recurrent), default=1),
             transition_bytes=float(STATE_BYTES * transitions),
             state_bytes=float(STATE_BYTES * states),
             halo_bytes=float(bytes_per_element * sum(each.halo_elements for each in mixers)),
+            summary_s_per_token=sum(each.summary_flops for each in recurrent) / linear_rate,
+            part_s_per_token=sum(each.part_flops for each in recurrent) / linear_rate,
             round_s=sum(each.state_elements[1] > 0 for each in mixers) * hardware.latency_s,
             halo_s=sum(each.halo_elements > 0 for each in mixers) * hardware.latency_s,
             intra_bandwidth=hardware.intra_node_bandwidth,
             inter_bandwidth=inter_bandwidth(hardware),
         )
 
-    def passes_s(self, ranks: Floats, *, parts: float, crosses: Bools, inside: Floats) -> tuple[Moved, Moved]:  # noqa: ARG002
-        """Forward and backward of a sequence over so many ranks, each of which has `parts` of it; nothing on one."""
-        bandwidth = np.where(crosses, self.inter_bandwidth, self.intra_bandwidth)
-        two, latency_s = ranks <= 2, np.where(ranks <= 2, self.round_s, 2 * self.round_s) + self.halo_s
-        forward = self.transition_bytes + np.where(two, 1, 2) * self.state_bytes + self.halo_bytes
-        backward = np.where(two, 1, 2) * self.state_bytes + self.halo_bytes
+    def passes_s(self, ranks: Floats, *, parts: float, inside: Floats) -> tuple[Moved, Moved]:
+        """Forward and backward over so many ranks, of which `inside` are in one node, each with `parts` of every
+        sequence; nothing on one rank."""
+        rounds, cut = np.where(ranks <= 2, 1, 2), self.share * (ranks > 1)
+        near_s, far_s = (inside - 1) / self.intra_bandwidth, (ranks - inside) / self.inter_bandwidth
+        transitions, states = self._uneven(ranks)
+        states_bytes = rounds * states * self.state_bytes + self.halo_bytes
         first, second = (
-            np.where(ranks <= 1, 0.0, self.share * (latency_s + parts * moved / bandwidth))
-            for moved in (forward, backward)
+            cut * parts * moved * np.maximum(near_s, far_s) / ranks
+            for moved in (transitions * self.transition_bytes + states_bytes, states_bytes)
         )
-        return Moved(np.zeros_like(first), first), Moved(np.zeros_like(second), second)
+        latency_s, none = cut * (rounds * self.round_s + self.halo_s), np.zeros_like(first)
+        part_s = cut * self.part_s_per_token / ranks
+        summary_s = cut * self.summary_s_per_token / ranks
+        return Moved(first, none, latency_s, summary_s + part_s), Moved(second, none, latency_s, part_s)
+
+    def _uneven(self, ranks: Floats) -> tuple[Floats, Floats]:
+        """What the rank with the largest share of transitions, and of states, receives, over the mean of one copy."""
+        heads, most = self.num_heads, np.ceil(self.num_heads / ranks)
+        columns = np.maximum(np.floor(ranks / heads), 1.0)
+        return ranks * most / heads, ranks * most / (heads * columns)
 
     def forward_only(self) -> "ScanCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
@@ -122,7 +145,7 @@ class HeadsCost:
             inter_bandwidth=inter_bandwidth(hardware),
         )
 
-    def passes_s(self, ranks: Floats, *, parts: float, crosses: Bools, inside: Floats) -> tuple[Moved, Moved]:  # noqa: ARG002
+    def passes_s(self, ranks: Floats, *, parts: float, inside: Floats) -> tuple[Moved, Moved]:  # noqa: ARG002
         """Forward and backward of a group of so many ranks, of which `inside` are in one node; infinite where they
         cannot share out the heads, nothing on one."""
         share_bytes = self.split_bytes / ranks + self.key_bytes / np.minimum(ranks, self.num_key_heads)
@@ -130,7 +153,8 @@ class HeadsCost:
         per_token = share_bytes * np.maximum(near_s, far_s) / ranks
         fixed_s = np.where(ranks > 1, self.latency_s, 0.0)
         fixed_s = np.where(self.num_heads % ranks == 0, fixed_s, np.inf)
-        return Moved(per_token, fixed_s), Moved((1 + self.repeated) * per_token, (1 + self.repeated) * fixed_s)
+        again, none = 1 + self.repeated, np.zeros_like(per_token)
+        return Moved(none, per_token, fixed_s, none), Moved(none, again * per_token, again * fixed_s, none)
 
     def forward_only(self) -> "HeadsCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""

@@ -17,9 +17,11 @@ from rayfcp.values.arrays import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """A batch as columns, most tokens first, ids ascending among equals: position p is sequence `ids[p]`."""
+    """A batch as columns, most tokens first, ids ascending among equals: position p is sequence `ids[p]`, or a unit of
+    `counts[p]` sequences."""
 
     ids: list[int]
+    counts: list[int]
     num_tokens: list[int]
     pairs: list[float]
     compute_s: list[float]
@@ -33,6 +35,7 @@ def columns_of(sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Columns
     num_tokens = [sequence.num_tokens for sequence in ordered]
     return Columns(
         ids=[sequence.id for sequence in ordered],
+        counts=[1] * len(ordered),
         num_tokens=num_tokens,
         pairs=pairs,
         compute_s=cost.compute_s(np.array(pairs, np.float64), np.array(num_tokens, np.float64)).tolist(),
@@ -48,6 +51,7 @@ def united(batch: Columns, sequences: Sequence[SequenceSpec]) -> tuple[Columns, 
     parts = sorted(map(tuple, members.values()), key=lambda part: (-sum(batch.num_tokens[at] for at in part), part))
     columns = Columns(
         ids=[batch.ids[part[0]] for part in parts],
+        counts=[len(part) for part in parts],
         num_tokens=[sum(batch.num_tokens[at] for at in part) for part in parts],
         pairs=[sum(batch.pairs[at] for at in part) for part in parts],
         compute_s=[sum(batch.compute_s[at] for at in part) for part in parts],
@@ -163,6 +167,7 @@ class _Loads:
     drafts: list[Draft]
     pairs: Floats
     tokens: Floats
+    sequences: Floats
     degrees: Floats
 
     @classmethod
@@ -173,6 +178,7 @@ class _Loads:
             drafts=drafts,
             pairs=np.bincount(owners, np.array(batch.pairs, np.float64)[members]).astype(np.float64),
             tokens=np.bincount(owners, np.array(batch.num_tokens, np.float64)[members]).astype(np.float64),
+            sequences=np.bincount(owners, np.array(batch.counts, np.float64)[members]).astype(np.float64),
             degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
 
@@ -204,6 +210,7 @@ class _Loads:
                 primitive=primitive,
                 crosses=crosses[at],
                 speed=speeds[at],
+                num_sequences=self.sequences[at],
             )
         return seconds
 

@@ -174,6 +174,7 @@ def group_passes(
             primitive=group.primitive,
             crosses=len({nodes[rank] for rank in group.ranks}) > 1,
             speed=speed,
+            num_sequences=len(group.sequences),
         )
         for group, speed in zip(microbatch.groups, speeds, strict=True)
     )

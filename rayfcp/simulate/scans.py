@@ -17,7 +17,7 @@ from rayfcp.program.scans import ScanWork
 from rayfcp.simulate.machine import Machine
 from rayfcp.values import LayerProfile, RecurrenceProfile, RecurrentKind
 from rayfcp.values.arrays import Floats
-from rayfcp.values.mixers import CHUNK_TOKENS, STATE_BYTES
+from rayfcp.values.mixers import STATE_BYTES
 
 
 class ScanRound(NamedTuple):
@@ -63,14 +63,6 @@ def exchanged_rounds(work: ScanWork, mixer: RecurrenceProfile, *, machine: Machi
     ]
 
 
-def summary_flops(mixer: RecurrenceProfile) -> float:
-    """Forward FLOPs of a token of a cut sequence, beside `RecurrenceProfile.token_flops`, for T, U and the rows that
-    add a state to outputs: of delta rules those of values wider by the keys, of others the products that make U."""
-    if mixer.is_delta:
-        return mixer.num_heads * (2.0 * CHUNK_TOKENS * mixer.key_dim + 4.0 * mixer.key_dim**2)
-    return 2.0 * mixer.num_heads * mixer.key_dim * mixer.value_dim
-
-
 class _Layer:
     """A layer with one recurrence on all ranks."""
 
@@ -88,7 +80,7 @@ class _Layer:
 
     def rounds(self, *, backward: bool) -> list[ScanRound]:
         work, mixer = self._work, self._mixer
-        token, part = float(mixer.token_flops), 2.0 * mixer.num_heads * mixer.key_dim * mixer.value_dim
+        token, part = float(mixer.token_flops), float(mixer.part_flops)
         if not len(work.folders):
             per_token = token * (LINEAR_BACKWARD if backward else 1.0)
             return [self.round(work.whole * per_token, half=per_token)]
@@ -100,7 +92,7 @@ class _Layer:
                 self.round(work.cut * token * LINEAR_BACKWARD, half=token * LINEAR_BACKWARD),
                 self.round(moved=self._halos.T),
             ]
-        before = work.cut * (summary_flops(mixer) + token * mixer.is_delta)
+        before = work.cut * (mixer.summary_flops + token * mixer.is_delta)
         meanwhile = token * (work.whole if mixer.is_delta else work.whole + work.cut)
         return [
             self.round(moved=self._halos),

@@ -232,6 +232,19 @@ class RecurrenceProfile(MixerProfile):
         return max(self.key_elements // (2 * self.key_dim or 1), 1)
 
     @property
+    def part_flops(self) -> int:
+        """FLOPs of a token of a cut sequence in either pass, with which the state before its part takes part."""
+        return 2 * self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def summary_flops(self) -> int:
+        """Forward FLOPs of a token of a cut sequence for T, U and the rows that add a state to outputs: of delta rules
+        those of values wider by the keys, of others the products that make U."""
+        if self.is_delta:
+            return self.num_heads * (2 * CHUNK_TOKENS * self.key_dim + 4 * self.key_dim**2)
+        return 2 * self.num_heads * self.key_dim * self.value_dim
+
+    @property
     def gates(self) -> int:
         """Numbers of a token's decays and, of delta rules, of its rates in one head."""
         return 2 if self.is_delta else self.transition_size

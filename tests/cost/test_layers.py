@@ -13,6 +13,7 @@ from rayfcp.config import ConfigError
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import attention_flops, model_flops, ring_bytes
 from rayfcp.cost.bound import lower_bound
+from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.cost.layers import names_of
 from rayfcp.cost.memory import LayersBytes, layer_bytes, state_bytes, token_bytes
 from rayfcp.cost.model import CostModel
@@ -175,25 +176,47 @@ def test_a_stage_gathers_its_two_largest_neighbours() -> None:
 
 
 def test_states_of_recurrent_layers_take_the_same_time_whatever_the_tokens() -> None:
-    """Two of four layers have a state of 4 x 64 x 64 numbers and a T as large."""
-    cost = cost_of(model_of(["delta", "dense", "delta", "mlp"]), num_ranks=8)
+    """Two of four layers have a state of 4 x 64 x 64 numbers and a T as large. Three sequences over 3 ranks, of which
+    one folds two of four heads; over 8 each folds half a head, with all of T."""
+    cost = cost_of(model_of(["delta", "dense", "delta", "mlp"]), num_ranks=8).with_coefficients(shard_s=0.0)
     bare, state_bytes_ = cost.without_states(), 2 * 4 * 4 * 64 * 64
-    for primitive, parts in ((Primitive.RING, 2), (Primitive.ULYSSES, 1)):
-        for degree, forward, backward, rounds in ((1, 0, 0, 0), (2, 2, 1, 2), (8, 3, 2, 3)):
-            halo = 2 * 2 * 768 * 3 if rounds else 0
-            due = [
-                2 * rounds * HARDWARE.latency_s + parts * (count * state_bytes_ + halo) / HARDWARE.intra_node_bandwidth
+    cut_s = 2 * (DELTA.summary_flops + DELTA.part_flops), 2 * DELTA.part_flops
+    rate = HARDWARE.peak_flops * HARDWARE.linear_efficiency
+    for primitive, parts in ((Primitive.RING, 3 * 2), (Primitive.ULYSSES, 1)):
+        for degree, forward, backward, rounds in ((1, 0, 0, 0), (2, 2, 1, 2), (3, 4.5, 3, 3), (8, 4, 2, 3)):
+            if primitive is Primitive.ULYSSES and degree == 3:
+                continue
+            halo, port = 2 * 2 * 768 * 3 if rounds else 0, (degree - 1) / degree / HARDWARE.intra_node_bandwidth
+            messages_s = [
+                2 * rounds * HARDWARE.latency_s + parts * (count * state_bytes_ + halo) * port
                 for count in (forward, backward)
             ]
             for tokens in (1e3, 1e6):
-                pair = [
-                    each.passes_s(tokens**2, tokens, degree=degree, primitive=primitive)
-                    if primitive is Primitive.RING or degree <= 2 or each.num_heads % degree == 0
-                    else (0.0, 0.0)
+                mine, plain = (
+                    each.passes_s(tokens**2, tokens, degree=degree, primitive=primitive, num_sequences=3)
                     for each in (cost, bare)
+                )
+                due = [
+                    one + tokens * flops / rate / degree * (degree > 1)
+                    for one, flops in zip(messages_s, cut_s, strict=True)
                 ]
-                found = [float(mine - plain) for mine, plain in zip(*pair, strict=True)]
+                found = [float(one - other) for one, other in zip(mine, plain, strict=True)]
                 assert found == pytest.approx(due, rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize(("degree", "count", "tokens"), [(2, 8, 2048), (8, 16, 4096), (16, 32, 4096), (32, 32, 4096)])
+def test_groups_that_cut_many_recurrent_sequences_take_what_is_predicted(
+    name: str, degree: int, count: int, tokens: int
+) -> None:
+    """Ports are taken by shards of all experts in one of the models, and have time left in the other."""
+    model = model_profile(name)
+    cost = cost_of(model, num_ranks=32, reduce_every="microbatch")
+    shape = PassShape(degree=degree, lengths=(tokens,) * count, layer_kinds=model.layer_kinds)
+    plan, sequences = pass_plan(shape, num_ranks=32, recomputed_layers=0)
+    group_s = cost.group_s(shape.num_pairs, count * tokens, degree=degree, num_sequences=count)
+    simulated_s = simulate(lower(plan, sequences), model=model, hardware=HARDWARE).iteration_s
+    assert simulated_s == pytest.approx(cost.microbatch_s(float(group_s), last=True), rel=0.1)
 
 
 def test_latents_travel_in_place_of_keys_and_values_and_are_expanded_where_they_come() -> None:

@@ -1,9 +1,11 @@
 """Small cost models, clusters and batches for the planning tests."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from rayfcp.cost.scans import ScanCost
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import SequenceSpec
 
@@ -25,6 +27,23 @@ RUN_AHEAD = UNIT.with_coefficients(
     ahead_s=0.05,
 )
 """Ranks run ahead of each other."""
+
+RECURRENT = replace(
+    UNIT,
+    scan=ScanCost(
+        num_heads=3,
+        transition_bytes=2.0,
+        state_bytes=1.0,
+        halo_bytes=0.1,
+        summary_s_per_token=1e-3,
+        part_s_per_token=2e-3,
+        round_s=0.05,
+        halo_s=0.02,
+        intra_bandwidth=100.0,
+        inter_bandwidth=10.0,
+    ),
+)
+"""Recurrent layers pass states of every cut sequence."""
 
 
 def profiled(num_ranks: int, *, hardware: str = "h100") -> CostModel:

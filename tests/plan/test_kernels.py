@@ -12,7 +12,7 @@ from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.groups.kernels.cut import _packed, cut_by_time, floor_s
 from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import _bottleneck
-from rayfcp.plan.groups.kernels.price import _price
+from rayfcp.plan.groups.kernels.price import Load, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.search import fill_in_turn, improve, pack, perturb, ruin, total_s
 from rayfcp.plan.groups.kernels.state import (
@@ -28,7 +28,7 @@ from rayfcp.plan.groups.planner import PinnedGroup, prices_of, problem_of, secon
 from rayfcp.values import ClusterSpec, Primitive
 from tests.examples import examples
 from tests.plan.degrees import least_makespan
-from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, profiled
+from tests.plan.helpers import RECURRENT, RUN_AHEAD, UNIT, batch_of, profiled
 
 BOTH = (Primitive.RING, Primitive.ULYSSES)
 COSTS = [
@@ -36,6 +36,7 @@ COSTS = [
     UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0),
     profiled(12, hardware="ascend-910c"),
     RUN_AHEAD,
+    RECURRENT,
 ]
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
 
@@ -64,26 +65,41 @@ def problem(
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@given(st.floats(0, 1e6), st.floats(1, 1e4), st.integers(1, 12), st.booleans(), st.sampled_from([(0,), (1,), (0, 1)]))
+@given(
+    st.builds(Load, st.floats(0, 1e6), st.floats(1, 1e4), st.integers(1, 9).map(float)),
+    st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from([(0,), (1,), (0, 1)]),
+)
 @examples(60)
 def test_a_group_costs_what_the_model_says(
-    cost: CostModel, pairs: float, tokens: float, degree: int, crosses: bool, used: tuple[int, ...]
+    cost: CostModel, load: Load, degree: int, crosses: bool, used: tuple[int, ...]
 ) -> None:
     cluster = ClusterSpec(num_ranks=12, max_tokens_per_rank=10)
     primitives = tuple(BOTH[at] for at in used)
     prices = prices_of(cluster, cost, primitives=primitives)
     outside = crosses or degree > cost.ranks_per_node
     passes = [
-        [float(each) for each in cost.passes_s(pairs, tokens, degree=degree, primitive=primitive, crosses=outside)]
+        [
+            float(each)
+            for each in cost.passes_s(
+                load.pairs,
+                load.tokens,
+                degree=degree,
+                primitive=primitive,
+                crosses=outside,
+                num_sequences=load.sequences,
+            )
+        ]
         for primitive in primitives
     ]
     span_kind = int(crosses)
     alone_s = min(forward + backward for forward, backward in passes)
-    assert price(prices, pairs, tokens, degree, span_kind, 0.0) == pytest.approx(alone_s, rel=1e-12)
+    assert price(prices, load, degree, span_kind, 0.0) == pytest.approx(alone_s, rel=1e-12)
     slower = [max(forward / 0.3, backward / 0.7) for forward, backward in passes]
     ahead = [max(cost.ahead * 0.7 * each - cost.ahead_s, 0.0) for each in slower]
     paced_s = min(max(sum(both), each - less) for both, each, less in zip(passes, slower, ahead, strict=True))
-    assert price(prices, pairs, tokens, degree, span_kind, 0.3) == pytest.approx(paced_s, rel=1e-12)
+    assert price(prices, load, degree, span_kind, 0.3) == pytest.approx(paced_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -101,7 +117,7 @@ def test_the_makespan_is_the_slowest_group_at_the_pace_of_both_passes(
     makespan_s, pace = cost.makespan_s(forward_s, backward_s), max(forward_s) / (max(forward_s) + max(backward_s))
 
     def at_pace(share: float) -> float:
-        return max(price(prices, *load, degree, 0, share) for *load, degree in groups)
+        return max(price(prices, Load(*load, 1.0), degree, 0, share) for *load, degree in groups)
 
     assert at_pace(float(pace)) == pytest.approx(makespan_s, rel=1e-9)
     assert at_pace(other) >= makespan_s * (1 - 1e-9)
@@ -135,6 +151,7 @@ def check(held: SearchProblem) -> float:
         members = np.flatnonzero(state.owner == group)
         assert state.tokens[group] == held.batch.tokens[members].sum()
         assert state.pairs[group] == held.batch.pairs[members].sum()
+        assert state.sequences[group] == len(members)
         assert state.tokens[group] <= state.degree[group] * prices.max_tokens
     for home in {int(state.home[group]) for group in used}:
         assert home >= 0
@@ -193,14 +210,16 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
     assert (state.tokens[groups] <= state.degree[groups] * prices.max_tokens).all()
     assert (state.seconds[groups] <= target_s * (1 + 1e-8)).all()
-    places = [(state.degree[group], state.tokens[group], state.pairs[group]) for group in groups]
+    places = [
+        (int(state.degree[each]), state.pairs[each], state.tokens[each], state.sequences[each]) for each in groups
+    ]
     if pool == 0 and node == 0:
-        places += [(spare, 0.0, 0.0) for spare in range(1, int(state.spare[0]) + 1)]
+        places += [(spare, 0.0, 0.0, 0.0) for spare in range(1, int(state.spare[0]) + 1)]
     for at in np.flatnonzero(state.owner < 0):
-        for degree, tokens, pairs in places:
-            held_tokens, held_pairs = float(tokens + batch.tokens[at]), float(pairs + batch.pairs[at])
-            seconds = price(prices, held_pairs, held_tokens, int(degree), 0, 0.0)
-            assert held_tokens > degree * prices.max_tokens or seconds > target_s * (1 - 1e-8)
+        for degree, pairs, tokens, count in places:
+            load = Load(float(pairs + batch.pairs[at]), float(tokens + batch.tokens[at]), float(count + 1))
+            seconds = price(prices, load, degree, 0, 0.0)
+            assert load.tokens > degree * prices.max_tokens or seconds > target_s * (1 - 1e-8)
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 300), st.integers(1, 4))

@@ -32,6 +32,10 @@ class Terms(NamedTuple):
     edges_s_per_token: Floats
     edges_s: Floats
     overlap: Floats
+    states_s_per_sequence: Floats
+    states_s_per_token: Floats
+    states_s: Floats
+    shards_s: Floats
 
     def at_speed(self, speed: npt.ArrayLike) -> "Terms":
         """Terms on a rank of `speed` times the usual speed: attention, linear layers and the fixed seconds take it
@@ -41,22 +45,29 @@ class Terms(NamedTuple):
         return Terms(*(column / per for column in computed), *self[len(computed) :])
 
     def seconds(
-        self, pairs: npt.ArrayLike, num_tokens: npt.ArrayLike, *, moved_tokens: npt.ArrayLike | None = None
+        self,
+        pairs: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        *,
+        num_sequences: npt.ArrayLike = 1,
+        moved_tokens: npt.ArrayLike | None = None,
     ) -> Floats:
-        """Seconds of groups with `pairs` and `num_tokens`, of which keys and values of `moved_tokens` (absent: of all)
-        travel; arguments broadcast against the degrees."""
+        """Seconds of groups with `pairs` and `num_tokens` of so many sequences, of which keys and values of
+        `moved_tokens` (absent: of all) travel; arguments broadcast against the degrees."""
         tokens = np.asarray(num_tokens, np.float64)
         moved = tokens if moved_tokens is None else np.asarray(moved_tokens, np.float64)
-        return np.asarray(pass_s(self, np.asarray(pairs, np.float64), tokens, moved))
+        sequences = np.asarray(num_sequences, np.float64)
+        return np.asarray(pass_s(self, np.asarray(pairs, np.float64), tokens, moved, sequences))
 
     def lines(self) -> tuple[tuple[Floats, Floats, Floats], ...]:
-        """The three planes (s per pair, s per token, s) of which `pass_s` is the largest where all tokens move."""
+        """The planes (s per pair, s per token, s) of which `pass_s`, but for `states_s_per_sequence`, is the largest
+        where all tokens move: three, and one for shards where states wait for them."""
         pair, token, overlap = self.attention_s_per_pair, self.attention_s_per_token, self.overlap
         computed = token + self.linear_s_per_token
         moved = computed + self.moved_s_per_token
         alone_s = self.fixed_s + self.moved_s
         covered, steady = overlap * self.cover, overlap * self.steady
-        return (
+        planes = [
             (
                 pair,
                 computed + (1 - overlap) * self.moved_s_per_token + overlap * self.tail_s_per_token,
@@ -68,7 +79,10 @@ class Terms(NamedTuple):
                 moved - steady * token - overlap * self.edges_s_per_token,
                 alone_s - overlap * self.edges_s,
             ),
-        )
+        ]
+        if np.any(self.shards_s):
+            planes.append((np.zeros_like(pair), self.moved_s_per_token, self.shards_s + self.moved_s))
+        return tuple((each, per + self.states_s_per_token, s + self.states_s) for each, per, s in planes)
 
 
 TERMS = np.dtype([(name, np.float64) for name in Terms._fields])
@@ -84,8 +98,9 @@ def table_of(passes: Sequence[Terms]) -> npt.NDArray[np.void]:
     return table
 
 
-def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
-    """Seconds of a pass over `pairs` and `tokens` of which the keys and values of `moved_tokens` travel.
+def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:
+    """Seconds of a pass over `pairs` and `tokens` of so many sequences, of which the keys and values of `moved_tokens`
+    travel.
 
     attention = pairs x `attention_s_per_pair` + tokens x `attention_s_per_token`, moved = tokens x `moved_s_per_token`
     + `moved_s`. The pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved - `overlap` x hidden, and
@@ -95,13 +110,19 @@ def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
     - `cover` x attention: the first piece is computed when nothing moves yet, or the last when nothing moves any more;
     - `steady` x attention + edges, edges = tokens x `edges_s_per_token` + `edges_s`: first and last rounds move less
       than those between, beside attention that they do not fill.
+
+    Recurrent layers of a group that cuts sequences add sequences x `states_s_per_sequence` + tokens x
+    `states_s_per_token` + `states_s`, which nothing hides. With `shards_s`, of such a group, the rest takes as long as
+    shards and what moves at least, which use the same ports.
     """
     attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
     moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
     can_hide_s = moved_s - (terms.tail_s_per_token * moved_tokens + terms.tail_s)
     steady_s = terms.steady * attention_s + terms.edges_s_per_token * moved_tokens + terms.edges_s
     hidden_s = np.minimum(can_hide_s, np.minimum(terms.cover * attention_s, steady_s))
-    return attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+    usual_s = attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+    states_s = terms.states_s + terms.states_s_per_token * tokens + terms.states_s_per_sequence * sequences
+    return states_s + np.maximum(usual_s, terms.shards_s + moved_s)
 
 
 def overlapped_s(computed_s: Any, traffic_s: Any, exposed_s: Any, overlap: Any) -> Any:

@@ -275,7 +275,7 @@ def narrower(problem: SearchProblem) -> Iterator[SearchProblem]:
         if any(np.array_equal(allowed(narrow), each) for each in seen):
             continue
         seen.append(allowed(narrow))
-        alone_s = _alone(narrow, batch.tokens, batch.pairs)
+        alone_s = _alone(narrow, batch.tokens, batch.pairs, batch.sequences)
         if np.isfinite(alone_s.max()):
             state = empty_state(len(batch.tokens), num_pinned=len(prices.pinned) // 2)
             yield problem._replace(prices=narrow, batch=batch._replace(alone_s=alone_s), state=state)

@@ -119,9 +119,13 @@ def problem_of(
     permitted = _permitted(constraints, num_ranks=cluster.num_ranks)
     step = step_of(permitted)
     prices = prices_of(cluster, cost, primitives=tuple(primitives), pinned=tuple(pinned), permitted=permitted)
-    tokens, pairs = np.array(batch.num_tokens, np.float64), np.array(batch.pairs, np.float64)
+    tokens, pairs, sequences = (np.array(each, np.float64) for each in (batch.num_tokens, batch.pairs, batch.counts))
     columns = SearchBatch(
-        tokens=tokens, pairs=pairs, work_s=np.array(batch.compute_s) / step, alone_s=_alone(prices, tokens, pairs)
+        tokens=tokens,
+        pairs=pairs,
+        sequences=sequences,
+        work_s=np.array(batch.compute_s) / step,
+        alone_s=_alone(prices, tokens, pairs, sequences),
     )
     nodes = node_sizes(cluster, ranks_per_node=cost.ranks_per_node)
     if any(size % step for size in nodes):  # some of these groups span nodes wherever they lie
@@ -129,7 +133,7 @@ def problem_of(
     return SearchProblem(
         batch=columns,
         prices=prices,
-        state=empty_state(len(tokens), num_pinned=len(pinned)),
+        state=empty_state(len(batch.ids), num_pinned=len(pinned)),
         nodes=np.array(nodes) // step,
         traffic_s=max(cost.shard_s - cost.exposed_s, 0.0),
         last_traffic_s=max(cost.shard_s + cost.reduce_s - cost.exposed_s - cost.reduce_exposed_s, 0.0),
@@ -158,10 +162,10 @@ def _permitted(constraints: HostConstraints, *, num_ranks: int) -> tuple[int, ..
 def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int]) -> Floats:
     """T(group, degree) of groups that are not pinned, for degrees 1..N; infinite where memory forbids it."""
     held = list(groups)
-    tokens, pairs = state.tokens[held][:, None], state.pairs[held][:, None]
+    tokens, pairs, sequences = (each[held][:, None] for each in (state.tokens, state.pairs, state.sequences))
     shape = (-1, prices.num_primitives, prices.num_degrees, 2)
     forward, backward = np.moveaxis(prices.terms.reshape(shape)[0, :, None], -1, 0)
-    both_s = pass_s(forward, pairs, tokens, tokens) + pass_s(backward, pairs, tokens, tokens)
+    both_s = pass_s(forward, pairs, tokens, tokens, sequences) + pass_s(backward, pairs, tokens, tokens, sequences)
     seconds: Floats = both_s.min(axis=0)[:, 1 : prices.num_ranks + 1]
     seconds[tokens > np.arange(1, prices.num_ranks + 1) * prices.max_tokens] = np.inf
     return seconds

@@ -22,6 +22,7 @@ class Packs(NamedTuple):
     owners: Ints
     tokens: Floats
     pairs: Floats
+    sequences: Floats
 
 
 @inner_with_arrays
@@ -41,7 +42,7 @@ def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -
     least = max(tokens.sum() / count, tokens[0])
     owners = np.full(len(members), -1)
     if least > most or not _fits(tokens, most, owners, count):
-        return Packs(owners[:0], np.zeros(count), np.zeros(count))
+        return Packs(owners[:0], np.zeros(count), np.zeros(count), np.zeros(count))
     trial = owners.copy()
     for _ in range(CAPACITIES):
         middle = (least + most) / 2.0
@@ -52,11 +53,12 @@ def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -
         else:
             least = middle
     problem.state.counts[MOVES] += 2 * (1 + CAPACITIES) * len(members)
-    held, pairs = np.zeros(count), np.zeros(count)
+    held, pairs, sequences = np.zeros(count), np.zeros(count), np.zeros(count)
     for number, at in enumerate(members):
         held[owners[number]] += problem.batch.tokens[at]
         pairs[owners[number]] += problem.batch.pairs[at]
-    return Packs(owners, held, pairs)
+        sequences[owners[number]] += problem.batch.sequences[at]
+    return Packs(owners, held, pairs, sequences)
 
 
 @inner_with_arrays
@@ -88,7 +90,7 @@ def _by_work(problem: SearchProblem, members: Ints, degree: int, count: int) -> 
     """The most work first, to the pack with the least that has room."""
     batch, max_tokens = problem.batch, problem.prices.max_tokens * degree
     owners = np.zeros(len(members), np.int64)
-    tokens, pairs = np.zeros(count), np.zeros(count)
+    tokens, pairs, sequences = np.zeros(count), np.zeros(count), np.zeros(count)
     loads, winners = np.zeros(count), np.empty(2 * count, np.int64)  # a tournament: winners[1] has the least load
     for pack in range(count):
         winners[count + pack] = pack
@@ -100,14 +102,15 @@ def _by_work(problem: SearchProblem, members: Ints, degree: int, count: int) -> 
         if tokens[best] + batch.tokens[at] > max_tokens:
             best = _least_loaded(tokens, loads, max_tokens - batch.tokens[at])
         if best < 0:
-            return Packs(owners[:0], tokens, pairs)
+            return Packs(owners[:0], tokens, pairs, sequences)
         owners[number] = best
         tokens[best] += batch.tokens[at]
         pairs[best] += batch.pairs[at]
+        sequences[best] += batch.sequences[at]
         loads[best] += batch.work_s[at]
         _replay(winners, loads, best)
     problem.state.counts[MOVES] += 2 * len(members)
-    return Packs(owners, tokens, pairs)
+    return Packs(owners, tokens, pairs, sequences)
 
 
 @inner

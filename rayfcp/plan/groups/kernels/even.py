@@ -8,7 +8,7 @@ import numpy as np
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.cut import _packed
-from rayfcp.plan.groups.kernels.price import _price
+from rayfcp.plan.groups.kernels.price import Load, _plus, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -19,6 +19,7 @@ from rayfcp.plan.groups.kernels.state import (
     _join,
     _open,
     _open_pinned,
+    _sequence,
 )
 from rayfcp.values.arrays import Ints
 
@@ -81,14 +82,13 @@ def _share_s(problem: SearchProblem, members: Ints, degree: int) -> float:
     """Seconds that each of as many groups of `degree` ranks as there can be takes for its share of the members, about,
     without what is fixed; infinite where no group can hold the longest."""
     batch, prices = problem.batch, problem.prices
-    tokens = pairs = longest = 0.0
+    load, longest = Load(0.0, 0.0, 0.0), 0.0
     for at in members:
-        tokens += batch.tokens[at]
-        pairs += batch.pairs[at]
+        load = _plus(load, _sequence(batch, at))
         longest = max(longest, batch.tokens[at])
     if longest > degree * prices.max_tokens:
         return math.inf
-    whole_s = _price(prices, pairs, tokens, degree, 0, 0.0) - prices.fixed_s
+    whole_s = _price(prices, load, degree, 0, 0.0) - prices.fixed_s
     return whole_s / min(prices.num_ranks // degree, len(members))
 
 
@@ -132,7 +132,8 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
     seconds = np.zeros(len(packs.tokens))
     for each in range(len(seconds)):
         if packs.tokens[each] > 0.0:
-            seconds[each] = _price(prices, packs.pairs[each], packs.tokens[each], way.degree, 0, 0.0)
+            load = Load(packs.pairs[each], packs.tokens[each], packs.sequences[each])
+            seconds[each] = _price(prices, load, way.degree, 0, 0.0)
     homes = np.empty(len(seconds), np.int64)
     for number, pack in enumerate(descending(seconds)):
         homes[pack] = number // beside

@@ -10,7 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import inlined, inner, inner_with_arrays
-from rayfcp.plan.groups.kernels.price import PINNED, SLACK, _best_degree, _least_degree, _pace_of, _price
+from rayfcp.plan.groups.kernels.price import (
+    PINNED,
+    SLACK,
+    Load,
+    _best_degree,
+    _least_degree,
+    _pace_of,
+    _plus,
+    _price,
+    _work_s,
+)
 from rayfcp.plan.groups.kernels.ranks import _allocate, _place_groups
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -22,10 +32,13 @@ from rayfcp.plan.groups.kernels.state import (
     _close,
     _close_from,
     _compact,
+    _hold,
     _join,
+    _load_of,
     _open,
     _open_pinned,
     _reprice,
+    _sequence,
     _span_kind,
     total_s,
 )
@@ -38,21 +51,20 @@ def _force(problem: SearchProblem, at: int, microbatch: int, first: int, limit_s
     takes `limit_s`."""
     state, batch, prices = problem.state, problem.batch, problem.prices
     best, best_s, best_degree = -1, math.inf, 0
-    spare = state.spare[microbatch]
+    spare, own = state.spare[microbatch], _sequence(batch, at)
     for group in range(first, state.counts[GROUPS]):
-        degree, tokens = state.degree[group], state.tokens[group] + batch.tokens[at]
+        degree, load = state.degree[group], _plus(_load_of(state, group), own)
         most = degree + spare if state.span_kind[group] < PINNED else degree
-        if state.home[group] != microbatch or tokens > most * prices.max_tokens:
+        if state.home[group] != microbatch or load.tokens > most * prices.max_tokens:
             continue
-        pairs = state.pairs[group] + batch.pairs[at]
-        needed = max(degree, math.ceil(tokens / prices.max_tokens))
+        needed = max(degree, math.ceil(load.tokens / prices.max_tokens))
         for more in (needed, most):
-            seconds = _price(prices, pairs, tokens, more, _span_kind(problem, group), state.pace[microbatch])
+            seconds = _price(prices, load, more, _span_kind(problem, group), state.pace[microbatch])
             if seconds < best_s:
                 best, best_s, best_degree = group, seconds, more
     state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 2
-    if spare * prices.max_tokens >= batch.tokens[at]:
-        seconds = _price(prices, batch.pairs[at], batch.tokens[at], spare, 0, state.pace[microbatch])
+    if spare * prices.max_tokens >= own.tokens:
+        seconds = _price(prices, own, spare, 0, state.pace[microbatch])
         if seconds < best_s:
             best, best_s, best_degree = -2, seconds, spare
     if best == -1:
@@ -78,9 +90,11 @@ def _pool(problem: SearchProblem, at: int, microbatch: int, first: int, limit_s:
             free = prices.max_tokens * state.degree[group] - state.tokens[group]
             there = state.home[group] == microbatch and state.span_kind[group] < PINNED
             if group != base and there and left + free >= batch.tokens[at]:
-                pairs, tokens = state.pairs[base] + state.pairs[group], state.tokens[base] + state.tokens[group]
-                ranks = state.degree[base] + state.degree[group]
-                seconds = _price(prices, pairs, tokens, ranks, 0, state.pace[microbatch])
+                load, ranks = (
+                    _plus(_load_of(state, base), _load_of(state, group)),
+                    state.degree[base] + state.degree[group],
+                )
+                seconds = _price(prices, load, ranks, 0, state.pace[microbatch])
                 if seconds < best_s:
                     best, best_s = group, seconds
         other = best if best >= 0 else _emptiest(problem, microbatch, first, base)
@@ -110,13 +124,12 @@ def _unite(problem: SearchProblem, base: int, other: int) -> None:
     """All sequences and ranks of `other` go to `base`."""
     state = problem.state
     state.degree[base] += state.degree[other]
-    state.tokens[base] += state.tokens[other]
-    state.pairs[base] += state.pairs[other]
+    _hold(state, base, _plus(_load_of(state, base), _load_of(state, other)))
     for at in range(len(state.owner)):
         if state.owner[at] == other:
             state.owner[at] = base
-    state.home[other], state.degree[other] = -1, 0
-    state.tokens[other], state.pairs[other], state.seconds[other] = 0.0, 0.0, 0.0
+    state.home[other], state.degree[other], state.seconds[other] = -1, 0, 0.0
+    _hold(state, other, Load(0.0, 0.0, 0.0))
     _reprice(problem, base)
 
 
@@ -137,9 +150,9 @@ def _level(problem: SearchProblem, at: int, microbatch: int, first: int, target_
     if emptiest < 0:
         return False
     degree = state.degree[emptiest]
-    tokens, pairs = state.tokens[emptiest] + batch.tokens[at], state.pairs[emptiest] + batch.pairs[at]
+    load = _plus(_load_of(state, emptiest), _sequence(batch, at))
     span_kind, pace = _span_kind(problem, emptiest), state.pace[microbatch]
-    if tokens > degree * prices.max_tokens or _price(prices, pairs, tokens, degree, span_kind, pace) > target_s:
+    if load.tokens > degree * prices.max_tokens or _price(prices, load, degree, span_kind, pace) > target_s:
         return False
     _join(problem, at, emptiest, degree)
     return True
@@ -150,13 +163,12 @@ def _insert(problem: SearchProblem, at: int, microbatch: int, least: int, target
     """Best fit of any sequence: into the fullest group of the microbatch that needs no rank more, else one grows or
     opens for the fewest ranks more; False if none can."""
     state, batch, prices = problem.state, problem.batch, problem.prices
-    fullest, longest_s = -1, -1.0
+    fullest, longest_s, own = -1, -1.0, _sequence(batch, at)
     for group in range(state.counts[GROUPS]):
-        tokens, pairs = state.tokens[group] + batch.tokens[at], state.pairs[group] + batch.pairs[at]
-        work_s = prices.per_pair * pairs + prices.per_token * tokens
+        work_s = _work_s(prices, _plus(_load_of(state, group), own))
         if state.home[group] != microbatch or work_s > (target_s - prices.fixed_s) * state.degree[group]:
             continue
-        seconds = _with(problem, group, batch.tokens[at], batch.pairs[at], target_s)
+        seconds = _with(problem, group, own, target_s)
         if longest_s < seconds <= target_s:
             fullest, longest_s = group, seconds
             if longest_s > FULL * target_s:
@@ -178,14 +190,16 @@ def _grow(problem: SearchProblem, at: int, microbatch: int, first: int, least: i
         degree = state.degree[group]
         if state.home[group] != microbatch or state.span_kind[group] >= PINNED:
             continue
-        pairs, tokens = state.pairs[group] + batch.pairs[at], state.tokens[group] + batch.tokens[at]
-        most, work_s = degree + fewest, prices.per_pair * pairs + prices.per_token * tokens
-        if tokens > most * prices.max_tokens or work_s > most * span_s:
+        load = _plus(_load_of(state, group), _sequence(batch, at))
+        most, work_s = degree + fewest, _work_s(prices, load)
+        if load.tokens > most * prices.max_tokens or work_s > most * span_s:
             continue
-        for needed in range(max(degree + 1, math.ceil(max(tokens / prices.max_tokens, work_s / span_s))), most + 1):
+        for needed in range(
+            max(degree + 1, math.ceil(max(load.tokens / prices.max_tokens, work_s / span_s))), most + 1
+        ):
             if _rounded(needed, node) != needed:
                 continue
-            seconds = _price(prices, pairs, tokens, needed, 0, state.pace[microbatch])
+            seconds = _price(prices, load, needed, 0, state.pace[microbatch])
             if seconds <= target_s:
                 if needed - degree < fewest or seconds > longest_s:
                     fewest, best, longest_s = needed - degree, group, seconds
@@ -279,13 +293,12 @@ def _close_unused(problem: SearchProblem, first: int) -> None:
 def _fewest(problem: SearchProblem, at: int, fill: Fill) -> int:
     """Ranks that a sequence needs within the target, rounded where that is as quick; if none are enough 0, or where it
     must be placed those that take the least time."""
-    batch, prices, pace = problem.batch, problem.prices, problem.state.pace[fill.microbatch]
-    tokens, pairs = batch.tokens[at], batch.pairs[at]
-    least = _least_degree(prices, pairs, tokens, fill.target_s, pace)
+    load, prices, pace = _sequence(problem.batch, at), problem.prices, problem.state.pace[fill.microbatch]
+    least = _least_degree(prices, load, fill.target_s, pace)
     if least == 0 and fill.limit_s > 0.0:
-        return _best_degree(prices, pairs, tokens, pace)
+        return _best_degree(prices, load, pace)
     rounded = _rounded(least, fill.node)
-    return rounded if _price(prices, pairs, tokens, rounded, 0, pace) <= fill.target_s else least
+    return rounded if _price(prices, load, rounded, 0, pace) <= fill.target_s else least
 
 
 @inner
@@ -307,7 +320,7 @@ def _insert_next(problem: SearchProblem, queue: Queue, number: int, fill: Fill, 
     for group in range(fill.first, state.counts[GROUPS]):
         if queue.fits[group] > number:
             continue
-        seconds = _with(problem, group, batch.tokens[at], batch.pairs[at], fill.target_s)
+        seconds = _with(problem, group, _sequence(batch, at), fill.target_s)
         if seconds > fill.target_s:
             queue.fits[group] = _next(problem, queue, number, group, fill.target_s)
         elif seconds > longest_s:
@@ -344,23 +357,22 @@ def _next(problem: SearchProblem, queue: Queue, number: int, group: int, target_
 @inlined
 def _may_fit(problem: SearchProblem, queue: Queue, number: int, group: int, target_s: float) -> bool:
     """Whether one of so many tokens, and of the fewest pairs so far, fits."""
-    tokens = problem.batch.tokens[queue.left[number]]
-    return _with(problem, group, tokens, queue.lightest[number], target_s) <= target_s
+    lightest = Load(queue.lightest[number], problem.batch.tokens[queue.left[number]], 1.0)
+    return _with(problem, group, lightest, target_s) <= target_s
 
 
 @inlined
-def _with(problem: SearchProblem, group: int, tokens: float, pairs: float, target_s: float) -> float:
+def _with(problem: SearchProblem, group: int, more: Load, target_s: float) -> float:
     """Seconds of the group with so much more; infinite out of memory, or where compute alone exceeds the target: that
     is much cheaper to see than the price."""
     state, prices = problem.state, problem.prices
-    degree, held = state.degree[group], state.tokens[group] + tokens
-    if held > degree * prices.max_tokens:
+    degree, load = state.degree[group], _plus(_load_of(state, group), more)
+    if load.tokens > degree * prices.max_tokens:
         return float("inf")
-    total, span_kind = state.pairs[group] + pairs, _span_kind(problem, group)
-    work_s = prices.per_pair * total + prices.per_token * held
-    if span_kind < PINNED and work_s > (target_s - prices.fixed_s) * degree:
+    span_kind = _span_kind(problem, group)
+    if span_kind < PINNED and _work_s(prices, load) > (target_s - prices.fixed_s) * degree:
         return float("inf")
-    return _price(prices, total, held, degree, span_kind, state.pace[state.home[group]])
+    return _price(prices, load, degree, span_kind, state.pace[state.home[group]])
 
 
 TARGETS = 16
@@ -386,7 +398,7 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
         microbatch, first = state.counts[MICROBATCHES], state.counts[GROUPS]
         state.counts[MICROBATCHES] = microbatch + 1
         queue = _queue(problem, left)
-        pace = _pace_of(problem.prices, problem.batch.pairs[left[0]], problem.batch.tokens[left[0]])
+        pace = _pace_of(problem.prices, _sequence(problem.batch, left[0]))
         fill = _best_fill(problem, queue, microbatch, pace, node)
         state.pace[microbatch] = pace
         _fill(problem, queue, fill)
@@ -449,18 +461,19 @@ def _targets(problem: SearchProblem, left: Ints, pace: float) -> Floats:
     """What the longest takes at several degrees, and equal shares of all work."""
     batch, prices = problem.batch, problem.prices
     longest = left[0]
+    alone = _sequence(batch, longest)
     work_s = batch.work_s[left].sum() / prices.capacity
     tokens = batch.tokens[left].sum()
     targets = np.zeros(TARGETS)
-    least = max(math.ceil(batch.tokens[longest] / prices.max_tokens), 1)
-    best = max(_best_degree(prices, batch.pairs[longest], batch.tokens[longest], pace), least)
+    least = max(math.ceil(alone.tokens / prices.max_tokens), 1)
+    best = max(_best_degree(prices, alone, pace), least)
     number = 0
     for step in range(TARGETS - 2):
         degree = round(least * (best / least) ** (step / (TARGETS - 3)))
-        target_s = _price(prices, batch.pairs[longest], batch.tokens[longest], degree, 0, pace)
+        target_s = _price(prices, alone, degree, 0, pace)
         while target_s == math.inf and degree < best:  # no group may have so many ranks
             degree += 1
-            target_s = _price(prices, batch.pairs[longest], batch.tokens[longest], degree, 0, pace)
+            target_s = _price(prices, alone, degree, 0, pace)
         if step == 0 or batch.work_s[longest] >= WORTH * degree * target_s:
             targets[number] = target_s
             number += 1

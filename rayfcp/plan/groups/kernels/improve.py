@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.compiled import inner, inner_with_arrays
-from rayfcp.plan.groups.kernels.price import PINNED, _price
+from rayfcp.plan.groups.kernels.price import PINNED, Load, _minus, _plus, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -17,9 +17,11 @@ from rayfcp.plan.groups.kernels.state import (
     SearchProblem,
     _beside_s,
     _least_s,
+    _load_of,
     _move,
     _open,
     _reprice_or_close,
+    _sequence,
     links_of,
     total_s,
 )
@@ -113,21 +115,21 @@ def _moves(problem: SearchProblem, links: Links, spans: Floats, slow: Bottleneck
     pace = state.pace[state.home[source]]
     at = links.head[source]
     while at >= 0 and best.score_s > slow.good_s:
-        tokens, pairs = state.tokens[source] - batch.tokens[at], state.pairs[source] - batch.pairs[at]
-        left_s = 0.0
-        if tokens > 0.0:
-            left_s = _price(prices, pairs, tokens, state.degree[source], state.span_kind[source], pace)
+        own = _sequence(batch, at)
+        left, left_s = _minus(_load_of(state, source), own), 0.0
+        if left.tokens > 0.0:
+            left_s = _price(prices, left, state.degree[source], state.span_kind[source], pace)
         for target in range(state.counts[GROUPS]):
             if target == source or state.home[target] < 0:
                 continue
-            tokens, pairs = state.tokens[target] + batch.tokens[at], state.pairs[target] + batch.pairs[at]
+            load = _plus(_load_of(state, target), own)
             degree, spare = state.degree[target], state.spare[state.home[target]]
             for more in range(2 if spare > 0 and state.span_kind[target] < PINNED else 1):
                 ranks = degree + more * spare
-                if tokens > ranks * prices.max_tokens:
+                if load.tokens > ranks * prices.max_tokens:
                     continue
                 there = state.pace[state.home[target]]
-                seconds = _price(prices, pairs, tokens, ranks, state.span_kind[target], there)
+                seconds = _price(prices, load, ranks, state.span_kind[target], there)
                 score_s = _score_s(problem, slow, spans, left_s, target, seconds)
                 if score_s < best.score_s:
                     best = Change(score_s, at, target, -1, ranks)
@@ -168,19 +170,11 @@ def _swaps_with(
             more_s = batch.work_s[at] - batch.work_s[other]
             state.counts[MOVES] += 1
             if 0.0 < more_s < slack_s:
-                tokens = batch.tokens[at] - batch.tokens[other]
-                pairs = batch.pairs[at] - batch.pairs[other]
-                held = state.tokens[target] + tokens
-                if held <= ranks * max_tokens and state.tokens[source] - tokens <= degree * max_tokens:
-                    left_s = _price(
-                        prices,
-                        state.pairs[source] - pairs,
-                        state.tokens[source] - tokens,
-                        degree,
-                        state.span_kind[source],
-                        pace,
-                    )
-                    seconds = _price(prices, state.pairs[target] + pairs, held, ranks, state.span_kind[target], there)
+                more = _minus(_sequence(batch, at), _sequence(batch, other))
+                left, held = _minus(_load_of(state, source), more), _plus(_load_of(state, target), more)
+                if held.tokens <= ranks * max_tokens and left.tokens <= degree * max_tokens:
+                    left_s = _price(prices, left, degree, state.span_kind[source], pace)
+                    seconds = _price(prices, held, ranks, state.span_kind[target], there)
                     score_s = _score_s(problem, slow, spans, left_s, target, seconds)
                     if score_s < best.score_s:
                         best = Change(score_s, at, target, other, ranks)
@@ -201,9 +195,9 @@ def _unions(problem: SearchProblem, slow: Bottleneck, best: Change) -> Change:
     for target in range(state.counts[GROUPS]):
         if target == source or state.home[target] != state.home[source] or state.span_kind[target] >= PINNED:
             continue
-        tokens, pairs = state.tokens[source] + state.tokens[target], state.pairs[source] + state.pairs[target]
+        load = _plus(_load_of(state, source), _load_of(state, target))
         ranks = state.degree[source] + state.degree[target]
-        seconds = _price(prices, pairs, tokens, ranks, 0, state.pace[state.home[source]])
+        seconds = _price(prices, load, ranks, 0, state.pace[state.home[source]])
         if seconds < slow.span_s * (1.0 - ENOUGH) and seconds < best.score_s:
             best = Change(seconds, -1, target, -1, ranks)
     state.counts[MOVES] += state.counts[GROUPS]
@@ -294,23 +288,22 @@ def _part(problem: SearchProblem, group: int, members: Ints, first: Marks, ranks
     """Marks the sequences of the first part; returns the seconds of the slower one, infinite out of memory."""
     state, batch, prices = problem.state, problem.batch, problem.prices
     other = state.degree[group] - ranks
-    tokens = pairs = work_s = rest_tokens = rest_pairs = rest_s = 0.0
+    part, rest, work_s, rest_s = Load(0.0, 0.0, 0.0), Load(0.0, 0.0, 0.0), 0.0, 0.0
     for step in range(len(members)):
         number = step if start == LEVELLED else (step + start) % len(members)
         at = members[number]
-        fits = tokens + batch.tokens[at] <= ranks * prices.max_tokens
-        if start == LEVELLED and rest_tokens + batch.tokens[at] <= other * prices.max_tokens:
+        fits = part.tokens + batch.tokens[at] <= ranks * prices.max_tokens
+        if start == LEVELLED and rest.tokens + batch.tokens[at] <= other * prices.max_tokens:
             fits = fits and work_s * other <= rest_s * ranks
         first[number] = fits
         if fits:
-            tokens, pairs, work_s = tokens + batch.tokens[at], pairs + batch.pairs[at], work_s + batch.work_s[at]
+            part, work_s = _plus(part, _sequence(batch, at)), work_s + batch.work_s[at]
         else:
-            rest_tokens, rest_pairs = rest_tokens + batch.tokens[at], rest_pairs + batch.pairs[at]
-            rest_s += batch.work_s[at]
-    if rest_tokens > other * prices.max_tokens or tokens == 0.0 or rest_tokens == 0.0:
+            rest, rest_s = _plus(rest, _sequence(batch, at)), rest_s + batch.work_s[at]
+    if rest.tokens > other * prices.max_tokens or part.tokens == 0.0 or rest.tokens == 0.0:
         return math.inf
     pace = state.pace[state.home[group]]
-    return max(_price(prices, pairs, tokens, ranks, 0, pace), _price(prices, rest_pairs, rest_tokens, other, 0, pace))
+    return max(_price(prices, part, ranks, 0, pace), _price(prices, rest, other, 0, pace))
 
 
 @inner_with_arrays

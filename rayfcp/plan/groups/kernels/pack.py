@@ -9,7 +9,7 @@ from rayfcp.plan.groups.kernels.cut import _floors, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
 from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import split_rings
-from rayfcp.plan.groups.kernels.price import SLACK, _pace_of, _price
+from rayfcp.plan.groups.kernels.price import SLACK, Load, _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -83,12 +83,12 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: f
     tight = tokens > 0.8 * prices.holds
     pools = (8, 0, 1) if tight else (1, 0, 0)
     factors = (1.0, 1.02, 1.0) if tight else (1.0, 1.02, 1.1)
-    pairs = problem.batch.pairs[members].sum()
-    pace = _pace_of(prices, pairs, tokens)
+    load = Load(problem.batch.pairs[members].sum(), tokens, problem.batch.sequences[members].sum())
+    pace = _pace_of(prices, load)
     queue = _queue(problem, members)
     best, least_s = -1, math.inf
     if tokens <= prices.max_tokens * prices.num_ranks:
-        least_s = _price(prices, pairs, tokens, prices.num_ranks, 0, 0.0)
+        least_s = _price(prices, load, prices.num_ranks, 0, 0.0)
     last = -1
     for walk in range(3):
         if least_s <= FIRST_ENOUGH * floor_s:

@@ -39,36 +39,52 @@ class Prices(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Pairs, tokens and ranks of a group, and whether it spans nodes though it would fit in one, or is pinned."""
+    """Pairs, tokens and number of the sequences that a group holds."""
 
     pairs: float
     tokens: float
-    degree: int
-    span_kind: int
+    sequences: float
+
+
+@inlined
+def _plus(one: Load, other: Load) -> Load:
+    return Load(one.pairs + other.pairs, one.tokens + other.tokens, one.sequences + other.sequences)
+
+
+@inlined
+def _minus(one: Load, other: Load) -> Load:
+    return Load(one.pairs - other.pairs, one.tokens - other.tokens, one.sequences - other.sequences)
+
+
+@inlined
+def _work_s(prices: Prices, load: Load) -> float:
+    """Compute on one rank."""
+    return prices.per_pair * load.pairs + prices.per_token * load.tokens
 
 
 _seconds_of = inlined(group_time.pass_s)
 
 
 @inlined
-def _pass_s(prices: Prices, load: Load, primitive: int, each: int) -> float:
-    """Seconds of the forward (0) or the backward (1) of a group."""
-    at = ((load.span_kind * prices.num_primitives + primitive) * prices.num_degrees + load.degree) * 2 + each
-    return float(_seconds_of(prices.terms[at], load.pairs, load.tokens, load.tokens))
+def _pass_s(prices: Prices, load: Load, degree: int, span_kind: int, primitive: int, each: int) -> float:
+    """Seconds of the forward (0) or the backward (1) of a group of so many ranks; `span_kind` is 1 if it spans nodes
+    though it would fit in one, or that of a pinned group."""
+    at = ((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2 + each
+    return float(_seconds_of(prices.terms[at], load.pairs, load.tokens, load.tokens, load.sequences))
 
 
 @inlined
-def _price(prices: Prices, pairs: float, tokens: float, degree: int, span_kind: int, pace: float) -> float:
+def _price(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> float:
     """Seconds of a group by its best primitive; memory is the caller's.
 
     A microbatch takes its slowest forward and its slowest backward, less what ranks run ahead, but no less than any
     group (`CostModel.makespan_s`). With `pace` the share of forward in both, it is the most of its groups' prices; no
     other pace gives less. With 0, what the group takes alone.
     """
-    load = Load(pairs, tokens, degree, span_kind)
     best = math.inf
     for primitive in range(prices.num_primitives):
-        forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
+        forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
+        backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
         best = min(best, _paced(prices, forward_s, backward_s, pace))
     return best
 
@@ -84,11 +100,10 @@ def _paced(prices: Prices, forward_s: float, backward_s: float, pace: float) -> 
 
 
 @inner
-def _pace_of(prices: Prices, pairs: float, tokens: float) -> float:
-    """The share of forward in what so many pairs and tokens take on one rank."""
-    load = Load(pairs, tokens, 1, 0)
-    forward_s = _pass_s(prices, load, 0, 0)
-    return _within(forward_s, forward_s + _pass_s(prices, load, 0, 1))
+def _pace_of(prices: Prices, load: Load) -> float:
+    """The share of forward in what a load takes on one rank."""
+    forward_s = _pass_s(prices, load, 1, 0, 0, 0)
+    return _within(forward_s, forward_s + _pass_s(prices, load, 1, 0, 0, 1))
 
 
 @inner
@@ -98,40 +113,42 @@ def _within(forward_s: float, whole_s: float) -> float:
 
 
 @inlined
-def _least_degree(prices: Prices, pairs: float, tokens: float, target_s: float, pace: float) -> int:
+def _least_degree(prices: Prices, load: Load, target_s: float, pace: float) -> int:
     """The fewest ranks that hold the tokens and take at most `target_s`; 0 if there are none."""
     span_s = target_s - prices.fixed_s
-    work_s = prices.per_pair * pairs + prices.per_token * tokens
-    first = max(math.ceil(tokens / prices.max_tokens), 1)
+    work_s = _work_s(prices, load)
+    first = max(math.ceil(load.tokens / prices.max_tokens), 1)
     if work_s > span_s * prices.num_ranks * (1.0 + SLACK):
         return 0
     if work_s > 0.0:
         first = max(first, math.ceil(work_s / span_s - 1e-6))
     for degree in range(first, prices.num_ranks + 1):
-        if _price(prices, pairs, tokens, degree, 0, pace) <= target_s:
+        if _price(prices, load, degree, 0, pace) <= target_s:
             return degree
     return 0
 
 
 @inner
-def _best_degree(prices: Prices, pairs: float, tokens: float, pace: float) -> int:
+def _best_degree(prices: Prices, load: Load, pace: float) -> int:
     """The fewest ranks that take the least seconds in memory; 0 if all ranks together cannot hold the tokens."""
     best, least_s = 0, math.inf
-    for degree in range(max(math.ceil(tokens / prices.max_tokens), 1), prices.num_ranks + 1):
-        seconds = _price(prices, pairs, tokens, degree, 0, pace)
+    for degree in range(max(math.ceil(load.tokens / prices.max_tokens), 1), prices.num_ranks + 1):
+        seconds = _price(prices, load, degree, 0, pace)
         if seconds < least_s:
             best, least_s = degree, seconds
     return best
 
 
 @compiled
-def _alone(prices: Prices, tokens: Floats, pairs: Floats) -> Floats:
-    """Seconds of each sequence alone at its best degree."""
-    seconds = np.empty(len(tokens))
+def _alone(prices: Prices, tokens: Floats, pairs: Floats, sequences: Floats) -> Floats:
+    """Seconds of each sequence, or unit of sequences, alone at its best degree."""
+    seconds, last = np.empty(len(tokens)), Load(0.0, 0.0, 0.0)
     for at in range(len(tokens)):
-        if at > 0 and tokens[at] == tokens[at - 1] and pairs[at] == pairs[at - 1]:
+        load = Load(pairs[at], tokens[at], sequences[at])
+        if load == last:
             seconds[at] = seconds[at - 1]
         else:
-            degree = _best_degree(prices, pairs[at], tokens[at], 0.0)
-            seconds[at] = _price(prices, pairs[at], tokens[at], degree, 0, 0.0) if degree else math.inf
+            degree = _best_degree(prices, load, 0.0)
+            seconds[at] = _price(prices, load, degree, 0, 0.0) if degree else math.inf
+        last = load
     return seconds

@@ -7,7 +7,16 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import argmax
 from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _paced, _pass_s, _price, _within
-from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, MOVES, SearchProblem, _reprice, _span_s, _sum_s
+from rayfcp.plan.groups.kernels.state import (
+    GROUPS,
+    MICROBATCHES,
+    MOVES,
+    SearchProblem,
+    _load_of,
+    _reprice,
+    _span_s,
+    _sum_s,
+)
 from rayfcp.values.arrays import Floats, Ints
 
 
@@ -31,9 +40,7 @@ def _allocate(problem: SearchProblem, microbatch: int, first: int) -> float:
         faster = 0
         most = degree + state.spare[microbatch] if span_kind < PINNED else degree
         for more in range(degree + 1, most + 1):
-            seconds = _price(
-                prices, state.pairs[slowest], state.tokens[slowest], more, span_kind, state.pace[microbatch]
-            )
+            seconds = _price(prices, _load_of(state, slowest), more, span_kind, state.pace[microbatch])
             if seconds < state.seconds[slowest]:
                 faster = more
                 state.seconds[slowest] = seconds
@@ -52,9 +59,9 @@ def _shrink(problem: SearchProblem, microbatch: int, first: int) -> None:
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] != microbatch or state.span_kind[group] >= PINNED:
             continue
-        pairs, tokens = state.pairs[group], state.tokens[group]
-        for degree in range(max(math.ceil(tokens / prices.max_tokens), 1), state.degree[group]):
-            seconds = _price(prices, pairs, tokens, degree, state.span_kind[group], state.pace[microbatch])
+        load = _load_of(state, group)
+        for degree in range(max(math.ceil(load.tokens / prices.max_tokens), 1), state.degree[group]):
+            seconds = _price(prices, load, degree, state.span_kind[group], state.pace[microbatch])
             if seconds <= span_s:
                 state.spare[microbatch] += state.degree[group] - degree
                 state.degree[group] = degree
@@ -69,10 +76,10 @@ def _keep_pace(problem: SearchProblem, microbatch: int, first: int) -> float:
     forward_s = backward_s = 0.0
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch and (state.span_kind[group] < PINNED or state.tokens[group] > 0.0):
-            load = Load(state.pairs[group], state.tokens[group], state.degree[group], state.span_kind[group])
-            best = _fastest(prices, load, state.pace[microbatch])
-            forward_s = max(forward_s, _pass_s(prices, load, best, 0))
-            backward_s = max(backward_s, _pass_s(prices, load, best, 1))
+            load, degree, span_kind = _load_of(state, group), state.degree[group], state.span_kind[group]
+            best = _fastest(prices, load, degree, span_kind, state.pace[microbatch])
+            forward_s = max(forward_s, _pass_s(prices, load, degree, span_kind, best, 0))
+            backward_s = max(backward_s, _pass_s(prices, load, degree, span_kind, best, 1))
     state.pace[microbatch] = _within(forward_s, forward_s + backward_s)
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch:
@@ -87,16 +94,22 @@ def primitives_of(problem: SearchProblem) -> Ints:
     found = np.zeros(state.counts[GROUPS], np.int64)
     for group in range(len(found)):
         if state.home[group] >= 0:
-            load = Load(state.pairs[group], state.tokens[group], state.degree[group], state.span_kind[group])
-            found[group] = _fastest(problem.prices, load, state.pace[state.home[group]])
+            found[group] = _fastest(
+                problem.prices,
+                _load_of(state, group),
+                state.degree[group],
+                state.span_kind[group],
+                state.pace[state.home[group]],
+            )
     return found
 
 
 @inner
-def _fastest(prices: Prices, load: Load, pace: float) -> int:
+def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> int:
     best, least_s = 0, math.inf
     for primitive in range(prices.num_primitives):
-        forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
+        forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
+        backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
         seconds = _paced(prices, forward_s, backward_s, pace)
         if seconds < least_s:
             best, least_s = primitive, seconds

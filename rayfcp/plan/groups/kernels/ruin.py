@@ -27,6 +27,7 @@ from rayfcp.plan.groups.kernels.state import (
     _open,
     _open_pinned,
     _reprice_or_close,
+    _sequence,
     _sum_s,
     links_of,
 )
@@ -214,8 +215,8 @@ def _reinsert(problem: SearchProblem, at: int, aim: Aim, turn: int, level: bool)
 @inner
 def _reinsert_in(problem: SearchProblem, at: int, microbatch: int, target_s: float, level: bool) -> bool:
     """Into a group of a microbatch within the target: the emptiest or a new one, or as walks do."""
-    batch = problem.batch
-    least = _least_degree(problem.prices, batch.pairs[at], batch.tokens[at], target_s, problem.state.pace[microbatch])
+    own, pace = _sequence(problem.batch, at), problem.state.pace[microbatch]
+    least = _least_degree(problem.prices, own, target_s, pace)
     if least == 0:
         return False
     if level:

@@ -12,7 +12,7 @@ import numpy as np
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.fill import _unite
-from rayfcp.plan.groups.kernels.price import Prices, _price
+from rayfcp.plan.groups.kernels.price import Load, Prices, _minus, _plus, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, _keep_pace, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -20,10 +20,13 @@ from rayfcp.plan.groups.kernels.state import (
     MOVES,
     SearchProblem,
     _compact,
+    _hold,
     _join,
+    _load_of,
     _missing,
     _open,
     _reprice,
+    _sequence,
 )
 from rayfcp.values.arrays import Floats, Ints
 
@@ -52,7 +55,7 @@ def _permitted(problem: SearchProblem) -> Ints:
     prices = problem.prices
     degrees, count = np.arange(1, prices.num_ranks + 1), 0
     for degree in range(1, prices.num_ranks + 1):
-        if _price(prices, 0.0, 1.0, degree, 0, 0.0) < math.inf:
+        if _price(prices, Load(0.0, 1.0, 1.0), degree, 0, 0.0) < math.inf:
             degrees[count] = degree
             count += 1
     return degrees[:count]
@@ -176,8 +179,7 @@ def _grown(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
                 if degree - state.degree[group] <= state.spare[microbatch]:
                     seconds = _price(
                         problem.prices,
-                        state.pairs[group],
-                        state.tokens[group],
+                        _load_of(state, group),
                         degree,
                         state.span_kind[group],
                         state.pace[microbatch],
@@ -208,7 +210,7 @@ def _exact(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
         for degree in degrees:
             if state.tokens[group] > degree * prices.max_tokens:
                 continue
-            seconds = _price(prices, state.pairs[group], state.tokens[group], degree, 0, state.pace[microbatch])
+            seconds = _price(prices, _load_of(state, group), degree, 0, state.pace[microbatch])
             for ranks in range(degree, prices.num_ranks + 1):
                 span_s = max(best[ranks - degree], seconds)
                 if span_s < after[ranks]:
@@ -254,8 +256,7 @@ def _borrowed(problem: SearchProblem, microbatch: int, degree: int) -> bool:
         if sizes[source] > 1 and state.home[source] != microbatch:
             if batch.tokens[at] > degree * problem.prices.max_tokens:
                 return False
-            state.tokens[source] -= batch.tokens[at]
-            state.pairs[source] -= batch.pairs[at]
+            _hold(state, source, _minus(_load_of(state, source), _sequence(batch, at)))
             _reprice(problem, source)
             _join(problem, at, _open(problem, microbatch, degree), degree)
             return True
@@ -286,10 +287,8 @@ def _split_largest(problem: SearchProblem, microbatch: int) -> bool:
     for at in range(len(state.owner)):
         if goes[at]:
             state.owner[at] = other
-            state.tokens[other] += batch.tokens[at]
-            state.pairs[other] += batch.pairs[at]
-    state.tokens[largest] -= state.tokens[other]
-    state.pairs[largest] -= state.pairs[other]
+            _hold(state, other, _plus(_load_of(state, other), _sequence(batch, at)))
+    _hold(state, largest, _minus(_load_of(state, largest), _load_of(state, other)))
     _reprice(problem, largest)
     _reprice(problem, other)
     return True
@@ -320,6 +319,6 @@ def _sizes(problem: SearchProblem) -> Ints:
 def _fewest_ranks(prices: Prices, tokens: float) -> int:
     """The least permitted degree that holds so many tokens; more than all ranks if there is none."""
     for degree in range(max(math.ceil(tokens / prices.max_tokens), 1), prices.num_ranks + 1):
-        if _price(prices, 0.0, tokens, degree, 0, 0.0) < math.inf:
+        if _price(prices, Load(0.0, tokens, 1.0), degree, 0, 0.0) < math.inf:
             return degree
     return prices.num_ranks + 1

@@ -5,17 +5,19 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import inlined, inner, inner_with_arrays
-from rayfcp.plan.groups.kernels.price import PINNED, Prices, _price
+from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _minus, _plus, _price
 from rayfcp.values.arrays import Floats, Ints
 
 GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `GroupState.counts` counts: groups ever opened, microbatches, work done
 
 
 class SearchBatch(NamedTuple):
-    """Sequences, longest first; `work_s` is the compute on one rank, `alone_s` the seconds at the best degree."""
+    """Sequences, longest first, or units of `sequences` that stay together; `work_s` is the compute on one rank,
+    `alone_s` the seconds at the best degree."""
 
     tokens: Floats
     pairs: Floats
+    sequences: Floats
     work_s: Floats
     alone_s: Floats
 
@@ -33,6 +35,7 @@ class GroupState(NamedTuple):
     span_kind: Ints
     tokens: Floats
     pairs: Floats
+    sequences: Floats
     seconds: Floats
     spare: Ints
     pace: Floats
@@ -76,6 +79,7 @@ def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
         span_kind=np.zeros(groups, np.int64),
         tokens=np.zeros(groups),
         pairs=np.zeros(groups),
+        sequences=np.zeros(groups),
         seconds=np.zeros(groups),
         spare=np.zeros(num_sequences + 2, np.int64),
         pace=np.zeros(num_sequences + 2),
@@ -104,6 +108,22 @@ def _clear(problem: SearchProblem, num_microbatches: int) -> None:
     state.counts[GROUPS], state.counts[MICROBATCHES] = 0, num_microbatches
 
 
+@inlined
+def _load_of(state: GroupState, group: int) -> Load:
+    return Load(state.pairs[group], state.tokens[group], state.sequences[group])
+
+
+@inlined
+def _sequence(batch: SearchBatch, at: int) -> Load:
+    return Load(batch.pairs[at], batch.tokens[at], batch.sequences[at])
+
+
+@inlined
+def _hold(state: GroupState, group: int, load: Load) -> None:
+    """The group holds this from now on; its seconds are the caller's."""
+    state.pairs[group], state.tokens[group], state.sequences[group] = load.pairs, load.tokens, load.sequences
+
+
 @inner
 def _open(problem: SearchProblem, microbatch: int, degree: int) -> int:
     """An empty group of so many spare ranks."""
@@ -113,9 +133,8 @@ def _open(problem: SearchProblem, microbatch: int, degree: int) -> int:
     state.home[group] = microbatch
     state.degree[group] = degree
     state.span_kind[group] = 0
-    state.tokens[group] = 0.0
-    state.pairs[group] = 0.0
     state.seconds[group] = 0.0
+    _hold(state, group, Load(0.0, 0.0, 0.0))
     state.spare[microbatch] -= degree
     return int(group)
 
@@ -142,8 +161,7 @@ def _join(problem: SearchProblem, at: int, group: int, degree: int) -> None:
     state, batch = problem.state, problem.batch
     state.spare[state.home[group]] -= degree - state.degree[group]
     state.degree[group] = degree
-    state.tokens[group] += batch.tokens[at]
-    state.pairs[group] += batch.pairs[at]
+    _hold(state, group, _plus(_load_of(state, group), _sequence(batch, at)))
     state.owner[at] = group
     _reprice(problem, group)
 
@@ -156,8 +174,7 @@ def _reprice(problem: SearchProblem, group: int) -> None:
         return
     state.seconds[group] = _price(
         problem.prices,
-        state.pairs[group],
-        state.tokens[group],
+        _load_of(state, group),
         state.degree[group],
         state.span_kind[group],
         state.pace[state.home[group]],
@@ -172,9 +189,8 @@ def _close(problem: SearchProblem, group: int) -> None:
         state.spare[state.home[group]] += state.degree[group]
         state.home[group] = -1
         state.degree[group] = 0
-    state.tokens[group] = 0.0
-    state.pairs[group] = 0.0
     state.seconds[group] = 0.0
+    _hold(state, group, Load(0.0, 0.0, 0.0))
 
 
 @inner
@@ -190,8 +206,7 @@ def _copy(source: GroupState, target: GroupState) -> None:
         target.home[group] = source.home[group]
         target.degree[group] = source.degree[group]
         target.span_kind[group] = source.span_kind[group]
-        target.tokens[group] = source.tokens[group]
-        target.pairs[group] = source.pairs[group]
+        _hold(target, group, _load_of(source, group))
         target.seconds[group] = source.seconds[group]
 
 
@@ -207,8 +222,7 @@ def _compact(problem: SearchProblem) -> None:
             state.home[count] = state.home[group]
             state.degree[count] = state.degree[group]
             state.span_kind[count] = state.span_kind[group]
-            state.tokens[count] = state.tokens[group]
-            state.pairs[count] = state.pairs[group]
+            _hold(state, count, _load_of(state, group))
             state.seconds[count] = state.seconds[group]
             count += 1
     for at in range(len(state.owner)):
@@ -333,10 +347,9 @@ def _move(problem: SearchProblem, links: Links, at: int, group: int) -> None:
     if first >= 0:
         links.before[first] = at
     state.owner[at] = group
-    state.tokens[source] -= batch.tokens[at]
-    state.pairs[source] -= batch.pairs[at]
-    state.tokens[group] += batch.tokens[at]
-    state.pairs[group] += batch.pairs[at]
+    load = _sequence(batch, at)
+    _hold(state, source, _minus(_load_of(state, source), load))
+    _hold(state, group, _plus(_load_of(state, group), load))
 
 
 @inner
