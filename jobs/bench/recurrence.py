@@ -130,7 +130,7 @@ def delta_inputs(tokens: int, *gates: int) -> Gated:
 
 
 def _ours(inputs: Gated) -> Tensor:
-    return ChunkedKernel()(inputs, lengths=(len(inputs.value),), state=None)[0]
+    return ChunkedKernel(saves_inputs=False)(inputs, lengths=(len(inputs.value),), state=None)[0]
 
 
 def gated_delta(tokens: int) -> tuple[Run, Run]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Lengths
@@ -85,13 +86,32 @@ class _Decayed:
 
 
 class ChunkedKernel(RecurrenceKernel):
-    """See `RecurrenceKernel`."""
+    """See `RecurrenceKernel`.
+
+    Args:
+        saves_inputs: the backward pass gets inputs alone, for which memory is planned, and computes all else once more;
+            otherwise, where time counts more than memory, it gets all.
+    """
 
     name = "torch's operators in chunks"
 
+    def __init__(self, *, saves_inputs: bool) -> None:
+        self._saves_inputs = saves_inputs
+
     def __call__(self, inputs: Gated, *, lengths: Lengths, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        scale, chunks = inputs.scale, _chunks_of(lengths, inputs.value.device)
+
+        def run(state: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:  # holds none: others may free them
+            query, key, value, log_decay, *rest = tensors
+            beta = rest[0] if rest else None
+            given = Gated(query=query, key=key, value=value, log_decay=log_decay, beta=beta, scale=scale)
+            return _run(given, chunks=chunks, state=state)
+
         with torch.autocast(inputs.value.device.type, enabled=False):
-            return _run(inputs, chunks=_chunks_of(lengths, inputs.value.device), state=state)
+            if not self._saves_inputs or not torch.is_grad_enabled():
+                return run(state, *inputs.tensors)
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(run, state, *inputs.tensors, **options)  # type: ignore[no-any-return]
 
     def summarize(self, inputs: Gated, *, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
         """As of `RecurrenceKernel`, without the values 0, and without O."""
