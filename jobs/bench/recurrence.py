@@ -36,7 +36,8 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.kernels.chunked import ChunkedKernel
 from rayfcp.execute.kernels.recurrence import Gated
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.recurrence import causal_convolution, linear_recurrence
+from rayfcp.execute.recurrence.convolution import causal_convolution
+from rayfcp.execute.recurrence.function import linear_recurrence
 from rayfcp.program import Forward, lower
 from rayfcp.program.instructions import of_kind
 from rayfcp.values import RecurrentKind
@@ -129,7 +130,7 @@ def delta_inputs(tokens: int, *gates: int) -> Gated:
 
 
 def _ours(inputs: Gated) -> Tensor:
-    return ChunkedKernel()(inputs, lengths=(len(inputs.value),), state=None)[0]
+    return ChunkedKernel(saves_inputs=False)(inputs, lengths=(len(inputs.value),), state=None)[0]
 
 
 def gated_delta(tokens: int) -> tuple[Run, Run]:

@@ -332,15 +332,13 @@ def layer_bytes(model: ModelProfile, layer: LayerProfile | None = None, *, bytes
     e, layer = bytes_per_element, layer or model.every_layer[0]
     routed = layer.experts_per_token * layer.hidden_size if layer.has_experts else 0
     kv, gradients = e * layer.moved_elements, max(e, FP32_BYTES) * layer.moved_elements
-    outputs = sum(mixer.exchanged_elements[1] for mixer in layer.mixers)
     expanded = sum(mixer.expanded_elements for mixer in layer.mixers)
-    keeps = model.keeps_attention and layer.attention is not None
-    kept = e * outputs + FP32_BYTES * layer.attention.saved_statistics if keeps and layer.attention else 0
+    kept = sum(e * each.kept_elements + FP32_BYTES * each.kept_statistics for each in layer.mixers)
     computing = FP32_BYTES * sum(mixer.working_elements for mixer in layer.mixers)
     return LayerBytes(
         whole=layer_token_bytes(model, layer, bytes_per_element=e),
-        kept=e * layer.hidden_size + kept + FP32_BYTES * sum(mixer.kept_statistics for mixer in layer.mixers),
-        exchanged=keeps * e * layer.exchanged_elements,
+        kept=e * layer.hidden_size + model.keeps_attention * kept,
+        exchanged=(model.keeps_attention and layer.attention is not None) * e * layer.exchanged_elements,
         kv=kv,
         kv_gradients=gradients,
         head=_norm_bytes(model, bytes_per_element=e) * layer.hidden_size,

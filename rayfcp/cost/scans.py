@@ -36,7 +36,7 @@ class ScanCost:
     out `num_heads`; those that get one more than others, or share one, receive more. Before either pass through a
     layer, `halo_bytes` pass for its convolution, in a round of its own. `round_s`: latency of a round of all layers,
     `halo_s`: of those with a convolution. Kernels compute `summary_s_per_token` more of cut sequences forward, and
-    `part_s_per_token` more in either pass. `share`: of all that, in passes that are not followed by a backward pass.
+    `part_s_per_token` more backward. `share`: of all that, in passes that are not followed by a backward pass.
     """
 
     num_heads: int
@@ -89,7 +89,7 @@ class ScanCost:
         latency_s, none = cut * (rounds * self.round_s + self.halo_s), np.zeros_like(first)
         part_s = cut * self.part_s_per_token / ranks
         summary_s = cut * self.summary_s_per_token / ranks
-        return Moved(first, none, latency_s, summary_s + part_s), Moved(second, none, latency_s, part_s)
+        return Moved(first, none, latency_s, summary_s), Moved(second, none, latency_s, part_s)
 
     def _uneven(self, ranks: Floats) -> tuple[Floats, Floats]:
         """What the rank with the largest share of transitions, and of states, receives, over the mean of one copy."""

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.recurrence import causal_convolution, linear_recurrence
+from rayfcp.execute.recurrence.convolution import causal_convolution
+from rayfcp.execute.recurrence.function import linear_recurrence
 from rayfcp.models.attention_hook import KEYWORD, Carried
 from rayfcp.models.library import text_of
 from rayfcp.models.recurrent import recurrence_of

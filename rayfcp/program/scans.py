@@ -304,13 +304,15 @@ class ScanTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanWork:
-    """A recurrence, whatever its shape. `cut`, `whole`: tokens of each rank in sequences of several parts, and in
-    others. `[chain, rank]`: parts of the rank but last ones (`leading`), but first ones (`later`), and but either
-    (`inner`); `position` of the rank among those that fold the chain, of which there are `folders[chain]`, -1 if it is
-    none. `halos`: rows that travel, `[source, target]`; `halo_rows`: of each rank's halo buffer."""
+    """A recurrence, whatever its shape. `tokens`: of each rank; `leading_tokens`, `later_tokens`: those in parts of
+    cut sequences but last ones, and but first ones. `[chain, rank]`: parts of the rank but last ones (`leading`),
+    but first ones (`later`), and but either (`inner`); `position` of the rank among those that fold the chain, of
+    which there are `folders[chain]`, -1 if it is none. `halos`: rows that travel, `[source, target]`; `halo_rows`:
+    of each rank's halo buffer."""
 
-    cut: Floats
-    whole: Floats
+    tokens: Floats
+    leading_tokens: Floats
+    later_tokens: Floats
     leading: Floats
     later: Floats
     inner: Floats
@@ -322,9 +324,8 @@ class ScanWork:
     @classmethod
     def of(cls, table: ScanTable) -> "ScanWork":
         """That of a table."""
-        parts, num_ranks = table.parts, len(table.tokens)
-        sizes, is_cut = (parts.stop - parts.start).astype(np.float64), table.chain >= 0
-        cut = np.bincount(parts.rank, sizes * is_cut, minlength=num_ranks).astype(np.float64)
+        parts, num_ranks, is_cut = table.parts, len(table.tokens), table.chain >= 0
+        sizes = (parts.stop - parts.start)[is_cut]
         chain, number, rank = (each[is_cut] for each in (table.chain, table.number, parts.rank))
         place, num_chains = chain * num_ranks + rank, len(table.size)
 
@@ -340,8 +341,9 @@ class ScanWork:
         rows, apart = table.halos, table.halos.sender != table.halos.receiver
         halos = np.bincount(rows.sender * num_ranks + rows.receiver, apart, minlength=num_ranks**2)
         return cls(
-            cut=cut,
-            whole=table.tokens - cut,
+            tokens=table.tokens.astype(np.float64),
+            leading_tokens=np.bincount(rank, sizes * leads, minlength=num_ranks).astype(np.float64),
+            later_tokens=np.bincount(rank, sizes * follows, minlength=num_ranks).astype(np.float64),
             leading=counted(leads),
             later=counted(follows),
             inner=counted(leads & follows),

@@ -1,10 +1,10 @@
 """Rounds of recurrent layers: what ranks compute of their parts of sequences, and the states that they exchange.
 
 As the executor runs a layer (`rayfcp.execute.recurrence`), forward: halos of the convolution travel; summaries of parts
-of cut sequences are computed, of delta rules together with their outputs, by kernels whose values are wider by the
-keys; they travel while all that is left is computed; states come back, and one product adds them to outputs. Backward:
-gradients of states before parts are made and travel while sequences that are not cut are differentiated; those behind
-parts come back, cut sequences are differentiated, and gradients of halos travel.
+of cut sequences are computed, of delta rules by kernels whose values are wider by the keys, beside the outputs of
+sequences that are not cut and of first parts, where these give theirs; they travel; states come back, and kernels
+compute the outputs that are left. Backward: gradients of states before parts are made and travel; those behind parts
+come back, kernels are differentiated, and gradients of halos travel.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def exchanged_rounds(work: ScanWork, mixer: RecurrenceProfile, *, machine: Machi
     for its heads in between (Megatron-LM, `megatron/core/ssm/mamba_context_parallel.py`)."""
     held = (work.position >= 0).astype(np.int64)
     _, group = connected_components(held.T @ held, directed=False)
-    degree, tokens = np.bincount(group)[group], work.cut + work.whole
+    degree, tokens = np.bincount(group)[group], work.tokens
     inputs, outputs = zip(*(mixer.exchanged_by_heads(each) for each in degree.tolist()), strict=True)
     to_heads, to_tokens = (outputs, inputs) if backward else (inputs, outputs)
     together = (group[:, None] == group) & ~np.eye(len(group), dtype=bool)
@@ -83,23 +83,25 @@ class _Layer:
         token, part = float(mixer.token_flops), float(mixer.part_flops)
         if not len(work.folders):
             per_token = token * (LINEAR_BACKWARD if backward else 1.0)
-            return [self.round(work.whole * per_token, half=per_token)]
+            return [self.round(work.tokens * per_token, half=per_token)]
         if backward:
             return [
-                self.round(work.cut * part),
-                self.round(work.whole * token * LINEAR_BACKWARD, moved=self._adjoints),
+                self.round(work.later_tokens * part),
+                self.round(moved=self._adjoints),
                 self.round(moved=self._state_grads),
-                self.round(work.cut * token * LINEAR_BACKWARD, half=token * LINEAR_BACKWARD),
+                self.round(work.tokens * token * LINEAR_BACKWARD, half=token * LINEAR_BACKWARD),
                 self.round(moved=self._halos.T),
             ]
-        before = work.cut * (mixer.summary_flops + token * mixer.is_delta)
-        meanwhile = token * (work.whole if mixer.is_delta else work.whole + work.cut)
+        before, behind = work.leading_tokens * mixer.summary_flops, work.tokens * token
+        if mixer.is_delta:
+            opening = (work.tokens - work.later_tokens) * token
+            before, behind = opening + work.later_tokens * mixer.summary_flops, behind - opening
         return [
             self.round(moved=self._halos),
             self.round(before, half=token * mixer.is_delta),
-            self.round(meanwhile, half=token * (not mixer.is_delta), moved=self._summaries),
+            self.round(moved=self._summaries),
             self.round(moved=self._states),
-            self.round(work.cut * part),
+            self.round(behind, half=token * (behind > 0)),
         ]
 
     def round(

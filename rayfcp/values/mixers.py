@@ -82,8 +82,13 @@ class MixerProfile:
         return 0
 
     @property
+    def kept_elements(self) -> int:
+        """Those of `saved_elements` that a recomputed layer keeps which does not mix tokens again."""
+        return 0
+
+    @property
     def kept_statistics(self) -> int:
-        """Those of them that a recomputed layer keeps."""
+        """Those of `saved_statistics` that it keeps."""
         return 0
 
     @property
@@ -166,6 +171,14 @@ class AttentionProfile(MixerProfile):
         return self.num_heads
 
     @property
+    def kept_elements(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def kept_statistics(self) -> int:
+        return self.num_heads
+
+    @property
     def expanded_elements(self) -> int:
         return sum(self.exchanged_elements) if self.latent_size else 0
 
@@ -233,15 +246,16 @@ class RecurrenceProfile(MixerProfile):
 
     @property
     def part_flops(self) -> int:
-        """FLOPs of a token of a cut sequence in either pass, with which the state before its part takes part."""
+        """Backward FLOPs of a token of a cut sequence that make the gradient of the state before its part."""
         return 2 * self.num_heads * self.key_dim * self.value_dim
 
     @property
     def summary_flops(self) -> int:
-        """Forward FLOPs of a token of a cut sequence for T, U and the rows that add a state to outputs: of delta rules
-        those of values wider by the keys, of others the products that make U."""
+        """Forward FLOPs of a token of a cut sequence for T, U and P: of delta rules those of a kernel whose values are
+        wider by the keys, of others the products that make U."""
         if self.is_delta:
-            return self.num_heads * (2 * CHUNK_TOKENS * self.key_dim + 4 * self.key_dim**2)
+            wider = 2 * CHUNK_TOKENS * self.key_dim + 4 * self.key_dim**2
+            return self.token_flops + self.num_heads * wider
         return 2 * self.num_heads * self.key_dim * self.value_dim
 
     @property
@@ -261,10 +275,16 @@ class RecurrenceProfile(MixerProfile):
 
     @property
     def saved_elements(self) -> int:
-        """Inputs and outputs of the convolution, or queries, keys and values; rows of P, which adds a state to the
-        outputs; outputs and their gate, normed and multiplied."""
+        """Inputs and outputs of the convolution, or queries, keys and values; of delta rules `kept_elements`, and the
+        inverse of each chunk's triangular system; outputs and their gate, normed and multiplied."""
         inputs = 2 * self.conv_channels or self.num_heads * (2 * self.key_dim + self.value_dim)
-        return inputs + self.num_heads * (self.key_dim + (1 + 2 * self.gated) * self.value_dim)
+        solved = self.num_heads * CHUNK_TOKENS * self.is_delta
+        return inputs + self.kept_elements + solved + self.num_heads * (1 + 2 * self.gated) * self.value_dim
+
+    @property
+    def kept_elements(self) -> int:
+        """Of delta rules P, with which gradients of states are made."""
+        return self.num_heads * self.key_dim * self.is_delta
 
     @property
     def normed_elements(self) -> int:

@@ -11,7 +11,8 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Fabric, Transport
-from rayfcp.execute.recurrence import causal_convolution, linear_recurrence
+from rayfcp.execute.recurrence.convolution import causal_convolution
+from rayfcp.execute.recurrence.function import linear_recurrence
 from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
 from rayfcp.program import Backward, Forward, Free, Load, Piece, RankProgram, lower
 from rayfcp.values import BatchPlan, RecurrentKind, SequenceSpec

@@ -10,14 +10,18 @@ from rayfcp.config.adapting import LoraConfig
 from rayfcp.cost.memory import LayersBytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.models.describe import model_config, profile_of
+from rayfcp.execute.kernels.chunked import ChunkedKernel
+from rayfcp.execute.recurrence import function
+from rayfcp.models.describe import profile_of
 from rayfcp.program import RankProgram
-from rayfcp.program.ledger import Stage, held_bytes, uses_of_program
-from rayfcp.values import Group, Primitive, SequenceSpec, Slice
-from tests.execute.cases import VOCAB, CaseTokens
+from rayfcp.program.ledger import Stage, held_bytes, scan_bytes, uses_of_program
+from rayfcp.program.scans import ScanWork
+from rayfcp.values import Group, Primitive, RecurrenceProfile, SequenceSpec, Slice
+from tests.execute.cases import CaseTokens
 from tests.execute.dense import run_ranks
 from tests.execute.live import LiveBytes, UncountedTransport
 from tests.execute.staged import Fabrics, StagedCase
+from tests.models.recurrent import staged
 from tests.program.pipelines import chunk, pipeline, plan_of
 
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}
@@ -82,8 +86,7 @@ def measured(case: StagedCase) -> list[int]:
 def modelled(case: StagedCase, program: RankProgram) -> int:
     """The same by the memory model."""
     keeps = case.plan.keeps_attention
-    library = model_config(case.run, vocab_size=VOCAB)
-    model = profile_of(library, name="tiny", keeps_attention=keeps, lora=case.lora)
+    model = profile_of(case.library, name="tiny", keeps_attention=keeps, lora=case.lora)
     stage = Stage(
         layers=LayersBytes.of(model, layers_of_stage=LAYERS, bytes_per_element=4).of_stage(program.stage),
         is_last=program.stage + 1 == len(LAYERS),
@@ -127,3 +130,41 @@ def test_peak_of_adapters(dora: bool) -> None:
     case = long_case(num_ranks=1, primitive=Primitive.RING, recomputed=0, keeps=False, ahead=False, family="qwen3")
     case = replace(case, lora=LoraConfig(rank=8, dora=dora))
     assert measured(case) == pytest.approx([modelled(case, program) for program in case.programs], rel=0.1)
+
+
+DELTA = {
+    "num_hidden_layers": sum(LAYERS),
+    "hidden_size": SHAPE["hidden_size"],
+    "num_attention_heads": SHAPE["num_heads"],
+    "num_key_value_heads": SHAPE["num_kv_heads"],
+    "intermediate_size": SHAPE["ffn_size"],
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+}
+
+
+def states(case: StagedCase, program: RankProgram) -> int:
+    """Bytes of states of short parts beyond those that are counted by token, of all microbatches."""
+    model, found = profile_of(case.library, name="tiny"), 0
+    for layer in model.layers_of(LAYERS)[program.stage]:
+        for mixer in layer.mixers:
+            if isinstance(mixer, RecurrenceProfile):
+                for table in case.programs.scans[mixer.kind]:
+                    exact = scan_bytes(ScanWork.of(table), mixer, bytes_per_element=4)[program.rank]
+                    found += max(exact - 4 * mixer.kept_statistics * table.tokens[program.rank], 0)
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "recomputed", "keeps"), [(1, 0, False), (2, 4, True)])
+def test_peak_of_delta_rules(num_ranks: int, recomputed: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels that save their inputs; P is kept by layers that do not mix tokens again."""
+    monkeypatch.setattr(function, "pick_recurrence", lambda _device: ChunkedKernel(saves_inputs=True))
+    plain = long_case(
+        num_ranks=num_ranks, primitive=Primitive.RING, recomputed=recomputed, keeps=keeps, ahead=True, family="llama"
+    )
+    case = staged("qwen3_5_text", plain, **DELTA)
+    want = [modelled(case, program) + states(case, program) for program in case.programs]
+    assert measured(case) == pytest.approx(want, rel=0.1)

@@ -109,7 +109,7 @@ def test_chunks(
     inputs, state = random_inputs(lengths, delta=delta, diagonal=diagonal, groups=groups, strength=strength, seed=seed)
     if dtype is not torch.float64:  # what is compared is computed from the same numbers
         inputs = inputs.of([each.to(dtype).double() if at < 3 else each for at, each in enumerate(inputs.tensors)])
-    assert_conforms(ChunkedKernel(), inputs, state, lengths=tuple(lengths), dtype=dtype)
+    assert_conforms(ChunkedKernel(saves_inputs=False), inputs, state, lengths=tuple(lengths), dtype=dtype)
 
 
 RULES = [(delta, diagonal) for delta in (False, True) for diagonal in (False, True)]
@@ -138,14 +138,16 @@ class Refusing:
 def test_rules_that_do_not_agree_are_not_used(delta: bool, diagonal: bool, caplog: pytest.LogCaptureFixture) -> None:
     inputs, state = random_inputs([4], delta=delta, diagonal=diagonal, dk=16)
     inputs = inputs.of([each.float() for each in inputs.tensors])
-    run: Callable[..., tuple[Tensor, Tensor]] = FlashLinearKernel(fake_linear, other=ChunkedKernel())
+    run: Callable[..., tuple[Tensor, Tensor]] = FlashLinearKernel(fake_linear, other=ChunkedKernel(saves_inputs=False))
     found = run(inputs, lengths=(4,), state=state.float())
     assert not caplog.records
     wrong = SimpleNamespace(
         **{name: doubled(each) for name, each in vars(fake_linear).items() if name.startswith("chunk_")}
     )
     with caplog.at_level(logging.WARNING):
-        again = FlashLinearKernel(wrong, other=ChunkedKernel())(inputs, lengths=(4,), state=state.float())
+        again = FlashLinearKernel(wrong, other=ChunkedKernel(saves_inputs=False))(
+            inputs, lengths=(4,), state=state.float()
+        )
     assert "differs from torch's operators" in caplog.text
     for one, other in zip(found, again, strict=True):
         torch.testing.assert_close(one, other)
@@ -156,7 +158,7 @@ def doubled(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tup
 
 
 def test_wide_numbers_and_odd_sizes_stay_with_torch() -> None:
-    kernel = FlashLinearKernel(None, other=ChunkedKernel())
+    kernel = FlashLinearKernel(None, other=ChunkedKernel(saves_inputs=False))
     for dk, dtype in ((16, torch.float64), (5, torch.float32), (260, torch.float32)):
         inputs, _ = random_inputs([4], delta=True, diagonal=False, dk=dk)
         inputs = inputs.of([each.to(dtype) for each in inputs.tensors])

@@ -74,9 +74,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def library(family: str) -> PreTrainedConfig:
-    """A configuration of its own: the library's models keep theirs."""
-    config = AutoConfig.for_model(family, **copy.deepcopy({**SMALL, **FAMILIES[family]}))
+def library(family: str, **sizes: Any) -> PreTrainedConfig:
+    """A configuration of its own, with other sizes: the library's models keep theirs."""
+    config = AutoConfig.for_model(family, **copy.deepcopy({**SMALL, **FAMILIES[family], **sizes}))
     assert isinstance(config, PreTrainedConfig)
     return config
 
@@ -176,17 +176,18 @@ def assert_near(found: tuple[float, Gradients], want: tuple[float, Gradients], *
 
 @dataclass(frozen=True, kw_only=True)
 class StagedFamily(StagedCase):
-    """A case of `tests.execute.staged` whose model is of a family."""
+    """A case of `tests.execute.staged` whose model is of a family; `sizes`: of its configuration, beside small ones."""
 
     family: str
+    sizes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def library(self) -> PreTrainedConfig:
-        return library(self.family)
+        return library(self.family, **dict(self.sizes))
 
     @property
     def hidden_size(self) -> int:
-        return int(SMALL["hidden_size"])
+        return int(self.library.hidden_size)
 
     @cached_property
     def programs(self) -> tuple[RankProgram, ...]:
@@ -195,8 +196,8 @@ class StagedFamily(StagedCase):
         return lower(self.plan, self.sequences, reduce_every=self.reduce_every, kinds_of_stage=of_stage)
 
 
-def staged(family: str, case: StagedCase) -> StagedFamily:
+def staged(family: str, case: StagedCase, **sizes: Any) -> StagedFamily:
     """The case with a model of a family."""
     held = {each.name: getattr(case, each.name) for each in fields(case)}
-    held["sequences"] = tuple(with_kinds(case.sequences, library(family)))
-    return StagedFamily(family=family, **held)
+    held["sequences"] = tuple(with_kinds(case.sequences, library(family, **sizes)))
+    return StagedFamily(family=family, sizes=tuple(sizes.items()), **held)

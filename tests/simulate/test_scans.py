@@ -105,17 +105,16 @@ ROUNDS = ("summaries", "states", "adjoints", "state_grads")
 @pytest.mark.parametrize("mixer", [SCALAR, DELTA])
 @pytest.mark.parametrize("link", [1e3, 1e9])
 def test_seconds_of_a_sequence_over_two_ranks(mixer: RecurrenceProfile, link: float) -> None:
-    """U of the first part goes to the second rank, which sends R back: one message a pass and the halos."""
+    """U of the first part goes to the second rank, which sends R back: one message a pass and the halos. Of the second
+    part a delta rule has P, the product R; the first rank waits for neither forward."""
     hardware, tokens = machine(intra_node_bandwidth=link, microbatch_overhead_s=0.0), 500
     rate = hardware.peak_flops * hardware.linear_efficiency
     state, token = 6 * 4 * 8, mixer.token_flops
     message_s, halo_s = (hardware.latency_s + size / link for size in (4 * state, 3 * 10 * 2))
-    if mixer is DELTA:  # wider by 4 of keys: 64 of a chunk by both widths twice, and the state read and written
-        local_s, meanwhile_s = (token + 6 * (2 * 64 * 4 + 4 * 4 * 4)) * tokens / rate, 0.0
-    else:
-        local_s, meanwhile_s = 2 * state * tokens / rate, token * tokens / rate
     product_s = 2 * state * tokens / rate
-    forward_s = halo_s + local_s + max(message_s, meanwhile_s) + product_s
+    wider = 6 * (2 * 64 * 4 + 4 * 4 * 4)  # by 4 of keys: 64 of a chunk by both widths twice, the state read and written
+    local_s = (token + wider) * tokens / rate if mixer is DELTA else product_s
+    forward_s = halo_s + local_s + message_s + token * tokens / rate
     backward_s = product_s + message_s + LINEAR_BACKWARD * token * tokens / rate + halo_s
     timeline = simulate(lowered(2 * tokens, degree=2), model=model_of(mixer), hardware=hardware, detail=True)
     spans = [span for span in timeline.spans if span.kind in (SpanKind.ATTENTION, SpanKind.TRANSFER, SpanKind.WAIT)]

@@ -37,8 +37,8 @@ from rayfcp.execute.attention.schedule import (
 from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, Tensors
 from rayfcp.execute.kernels import AttentionKernel, Scores, pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Transport, default_transport
+from rayfcp.execute.recurrence.schedule import ScanSchedule
 from rayfcp.program import AttentionProgram, Forward, HeadProgram, Payload, ReshuffleProgram
-from rayfcp.program.scan import ScanProgram
 from rayfcp.values import FULL, LayerKind, RecurrentKind
 
 
@@ -65,7 +65,7 @@ class AttentionContext:
     stats: AttentionStats = field(default_factory=AttentionStats)
     kind: LayerKind = FULL
     others: Mapping[LayerKind, AttentionSchedule] = field(default_factory=dict)
-    scans: Mapping[RecurrentKind, ScanProgram] = field(default_factory=dict)
+    scans: Mapping[RecurrentKind, ScanSchedule] = field(default_factory=dict)
     keeps_attention: bool = False
     kept: KeptResults | None = None
     calls: Counter[str] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ class AttentionContext:
             microbatch=item.microbatch,
             kind=item.kind,
             others=schedules,
-            scans={each.kind: each.scan for each in item.scans},
+            scans={each.kind: ScanSchedule(program=each.scan) for each in item.scans},
             keeps_attention=item.keeps_attention,
             **others,
         )
@@ -104,7 +104,7 @@ class AttentionContext:
         self.calls[what] += 1
         return f"{what} {self.calls[what]}"
 
-    def scan_of(self, kind: RecurrentKind) -> ScanProgram:
+    def scan_of(self, kind: RecurrentKind) -> ScanSchedule:
         """The program of recurrent layers of a kind; a ValueError if the stage's was not lowered for such layers."""
         if kind not in self.scans:
             raise ValueError(

@@ -93,7 +93,7 @@ class DeviceBackend:
         """Kernels of recurrent layers that can run here, in order of preference; see `pick_recurrence`."""
         from rayfcp.execute.kernels.chunked import ChunkedKernel
 
-        yield ChunkedKernel()
+        yield ChunkedKernel(saves_inputs=self.streams is not None)
 
     def convolutions(self) -> "Iterator[ConvolutionKernel]":
         """Kernels of causal convolutions that can run here, in order of preference."""

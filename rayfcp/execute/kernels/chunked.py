@@ -3,7 +3,8 @@
 Inside a chunk of C tokens the recurrence is attention with decay; a delta rule's corrections solve a triangular system
 (the UT transform; Yang et al., Parallelizing Linear Transformers with the Delta Rule, Section 3.2). States pass from
 chunk to chunk, those of all sequences together: step j computes chunk j of each sequence that has one. No exponential
-is of a positive number, however strong the decay.
+is of a positive number, however strong the decay, and each is of a sum over the tokens between two, never of a
+difference of longer sums: strong decays would cancel in it, and so would the parts of a gate's gradient.
 """
 
 import functools
@@ -12,11 +13,13 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Lengths
-from rayfcp.execute.kernels.recurrence import Gated
+from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel, states_of_maps, sums_after
 from rayfcp.values.mixers import CHUNK_TOKENS
 
 DIRECT = 16
@@ -27,12 +30,14 @@ middle, into products with decays of rows and of columns alone, and two halves."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunks:
     """Chunks of `size` tokens, by step, in a step by sequence, the longest first. `active[j]`: sequences that have a
-    chunk j. `rows`: of each token, in all chunks. `order`: the place of each sequence among them."""
+    chunk j. `rows`: of each token, in all chunks. `order`: the place of each sequence among them; `longest`: its
+    inverse."""
 
     size: int
     active: tuple[int, ...]
     rows: Tensor
     order: Tensor
+    longest: Tensor
 
     def split(self, tokens: Tensor, *, key_heads: int) -> Tensor:
         """`[tokens, heads, ...]` as `[chunks, key_heads, heads / key_heads, size, ...]`, zero where there is none."""
@@ -62,6 +67,7 @@ def _chunks_of(lengths: Lengths, device: torch.device) -> _Chunks:
         active=active,
         rows=to_device(rows, dtype=torch.int64, device=device),
         order=to_device(place, dtype=torch.int64, device=device),
+        longest=to_device(order, dtype=torch.int64, device=device),
     )
 
 
@@ -79,77 +85,113 @@ class _Decayed:
     whole: Tensor
 
 
-class ChunkedKernel:
-    """See `RecurrenceKernel`."""
+class ChunkedKernel(RecurrenceKernel):
+    """See `RecurrenceKernel`.
+
+    Args:
+        saves_inputs: the backward pass gets inputs alone, for which memory is planned, and computes all else once more;
+            otherwise, where time counts more than memory, it gets all.
+    """
 
     name = "torch's operators in chunks"
 
+    def __init__(self, *, saves_inputs: bool) -> None:
+        self._saves_inputs = saves_inputs
+
     def __call__(self, inputs: Gated, *, lengths: Lengths, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        scale, chunks = inputs.scale, _chunks_of(lengths, inputs.value.device)
+
+        def run(state: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:  # holds none: others may free them
+            query, key, value, log_decay, *rest = tensors
+            beta = rest[0] if rest else None
+            given = Gated(query=query, key=key, value=value, log_decay=log_decay, beta=beta, scale=scale)
+            return _run(given, chunks=chunks, state=state)
+
         with torch.autocast(inputs.value.device.type, enabled=False):
-            return _run(inputs, chunks=_chunks_of(lengths, inputs.value.device), state=state)
+            if not self._saves_inputs or not torch.is_grad_enabled():
+                return run(state, *inputs.tensors)
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(run, state, *inputs.tensors, **options)  # type: ignore[no-any-return]
+
+    def summarize(self, inputs: Gated, *, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `RecurrenceKernel`, without the values 0, and without O."""
+        size, state = inputs.state_shape[2], states_of_maps(inputs, count=len(lengths))
+        with torch.autocast(inputs.value.device.type, enabled=False):
+            chunks = _chunks_of(lengths, inputs.value.device)
+            out, final = _run(inputs, chunks=chunks, state=state, first_column=size)
+        return out, final[..., :size], final[..., size:]
 
 
-def _run(inputs: Gated, *, chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run(inputs: Gated, *, chunks: _Chunks, state: Tensor | None, first_column: int = 0) -> tuple[Tensor, Tensor]:
+    """Outputs of columns from `first_column` on, and states. States of delta rules may have more columns than values,
+    whose values are 0."""
     dtype, key_heads = inputs.state_dtype, inputs.key.shape[1]
     query, key, value, decay, *rest = (chunks.split(each.to(dtype), key_heads=key_heads) for each in inputs.tensors)
     decayed = _decayed(query * inputs.scale, key, log_decay=decay, is_delta=bool(rest))
     if state is None:
         state = value.new_zeros((len(chunks.order), *inputs.state_shape))
-    first = state.to(dtype).unflatten(1, (key_heads, -1)).index_select(0, torch.argsort(chunks.order))
+    first = state.to(dtype).unflatten(1, (key_heads, -1)).index_select(0, chunks.longest)
     if rest:
         values, starts, final = _pass_delta(decayed, value, beta=rest[0].unsqueeze(-1), state=first, chunks=chunks)
     else:
         values = value
         starts, final = _pass(decayed.whole, decayed.key_end.mT @ value, state=first, chunks=chunks)
-    out = decayed.scores @ values + decayed.query @ starts
+    out = decayed.scores @ values[..., first_column:] + decayed.query @ starts[..., first_column:]
     return chunks.joined(out).to(inputs.value.dtype), final.index_select(0, chunks.order).flatten(1, 2)
 
 
 def _decayed(query: Tensor, key: Tensor, *, log_decay: Tensor, is_delta: bool) -> _Decayed:
-    """Decays follow from sums of logarithms over tokens, of which later ones are smaller."""
     is_scalar = log_decay.dim() == query.dim() - 1
-    sums = (log_decay.unsqueeze(-1) if is_scalar else log_decay).cumsum(-2)
     if is_scalar:
-        decays = _below(sums - sums.mT, size=sums.shape[-2]).exp()
+        decays = _decays(log_decay)
         scores, overlaps = (query @ key.mT) * decays, (key @ key.mT) * decays if is_delta else None
+        log_decay = log_decay.unsqueeze(-1)
     else:
-        rows = torch.stack((query, key) if is_delta else (query,)).expand(-1, *sums.shape)
-        products = _decayed_products(rows, key.expand(sums.shape), sums=sums)
+        rows = torch.stack((query, key) if is_delta else (query,)).expand(-1, *log_decay.shape)
+        products = _decayed_products(rows, key.expand(log_decay.shape), log_decay=log_decay)
         scores, overlaps = products[0], products[1] if is_delta else None
-    start, last = sums.exp(), sums[..., -1:, :]
+    sums = log_decay.cumsum(-2)
+    start = sums.exp()
     return _Decayed(
         scores=scores,
         overlaps=overlaps,
         query=query * start,
         key_start=key * start,
-        key_end=key * (last - sums).exp(),
-        whole=last.exp().mT,
+        key_end=key * sums_after(log_decay, dim=-2).exp(),
+        whole=sums[..., -1:, :].exp().mT,
     )
 
 
-def _below(differences: Tensor, *, size: int) -> Tensor:
-    """`[..., size, size]`, minus infinity above the diagonal."""
-    above = torch.ones(size, size, dtype=torch.bool, device=differences.device).triu(1)
-    return differences.masked_fill(above, float("-inf"))
-
-
-def _decayed_products(rows: Tensor, columns: Tensor, *, sums: Tensor) -> Tensor:
-    """`sum_d rows_i,d columns_j,d exp(sums_i,d - sums_j,d)` for j <= i, else 0. `rows`: `[n, ..., size, dk]`."""
-    size = sums.shape[-2]
+def _decays(log_decay: Tensor) -> Tensor:
+    """Decays from token j to token i, `[..., size, size]` for `[..., size]`: the exponential of the sum over (j, i], 0
+    for j > i."""
+    size = log_decay.shape[-1]
     if size <= DIRECT:
-        differences = (sums.unsqueeze(-2) - sums.unsqueeze(-3)).movedim(-1, -3)
-        decayed = _below(differences, size=size).exp().movedim(-3, -1) * columns.unsqueeze(-3)
+        return log_decay.unsqueeze(-1).expand(*log_decay.shape, size).tril(-1).cumsum(-2).exp().tril()
+    halves = log_decay.unflatten(-1, (2, -1))
+    earlier, later = halves.unbind(-2)
+    lower = later.cumsum(-1).exp().unsqueeze(-1) * sums_after(earlier, dim=-1).exp().unsqueeze(-2)
+    return _joined(_decays(halves), lower)
+
+
+def _decayed_products(rows: Tensor, columns: Tensor, *, log_decay: Tensor) -> Tensor:
+    """`sum_d rows_i,d columns_j,d decays_i,j,d` for j <= i, else 0; see `_decays`. `rows`: `[n, ..., size, dk]`."""
+    if log_decay.shape[-2] <= DIRECT:
+        decayed = _decays(log_decay.mT).movedim(-3, -1) * columns.unsqueeze(-3)
         return torch.einsum("n...id,...ijd->n...ij", rows, decayed)
-    parts = (each.unflatten(-2, (2, size // 2)) for each in (rows, columns, sums))
-    row_halves, column_halves, sum_halves = parts
-    squares = _decayed_products(row_halves, column_halves, sums=sum_halves)
-    middle = sum_halves[..., :1, -1:, :]  # between the rows and the columns: both decays are of negative sums
-    left, right = (column_halves, sum_halves), (row_halves, sum_halves)
-    lower = (right[0][..., 1, :, :] * (right[1] - middle)[..., 1, :, :].exp()) @ (
-        left[0][..., 0, :, :] * (middle - left[1])[..., 0, :, :].exp()
-    ).mT
-    top = torch.cat((squares[..., 0, :, :], torch.zeros_like(lower)), dim=-1)
-    return torch.cat((top, torch.cat((lower, squares[..., 1, :, :]), dim=-1)), dim=-2)
+    halves = [each.unflatten(-2, (2, -1)) for each in (rows, columns, log_decay)]
+    squares = _decayed_products(halves[0], halves[1], log_decay=halves[2])
+    (_, row), (column, _), (earlier, later) = (each.unbind(-3) for each in halves)
+    lower = (row * later.cumsum(-2).exp()) @ (column * sums_after(earlier, dim=-2).exp()).mT
+    return _joined(squares, lower)
+
+
+def _joined(squares: Tensor, lower: Tensor) -> Tensor:
+    """The lower triangular matrix `[..., size, size]` with two squares, `[..., 2, size / 2, size / 2]`, on its
+    diagonal and another below it."""
+    first, second = squares.unbind(-3)
+    top = torch.cat((first, torch.zeros_like(lower)), dim=-1)
+    return torch.cat((top, torch.cat((lower, second), dim=-1)), dim=-2)
 
 
 def _pass(whole: Tensor, increments: Tensor, *, state: Tensor, chunks: _Chunks) -> tuple[Tensor, Tensor]:
@@ -172,6 +214,7 @@ def _pass_delta(
     solved = torch.linalg.solve_triangular(beta * decayed.overlaps, both, upper=False, unitriangular=True)
     given, read = solved.split((value.shape[-1], solved.shape[-1] - value.shape[-1]), dim=-1)
     starts, ends, written = [], [], []
+    given = F.pad(given, (0, state.shape[-1] - given.shape[-1]))
     columns = (given, read, decayed.key_end.expand_as(read), decayed.whole)
     for own, keys, key_end, decay in zip(*(each.split(chunks.active) for each in columns), strict=True):
         ends.append(state[len(own) :])

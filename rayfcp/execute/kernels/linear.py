@@ -26,7 +26,7 @@ _TOLERANCE = 2e-2
 """Of relative differences from torch's operators in bf16; errors of indexing are of the order of 1."""
 
 
-class FlashLinearKernel:
+class FlashLinearKernel(RecurrenceKernel):
     """See `RecurrenceKernel`. A rule runs here once it has agreed with torch's operators.
 
     Args:

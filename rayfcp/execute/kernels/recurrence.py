@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rayfcp.execute.attention.schedule import accumulator_dtype, take_rows
@@ -70,10 +71,38 @@ class Gated:
         return self.value.shape[1], self.key.shape[2], self.value.shape[2]
 
 
+def sums_after(log_decay: Tensor, *, dim: int) -> Tensor:
+    """Of each token the sum over later ones, 0 for the last; not a difference of sums, in which precision is lost."""
+    later = torch.cat(
+        (log_decay.narrow(dim, 1, log_decay.shape[dim] - 1), torch.zeros_like(log_decay.narrow(dim, 0, 1))), dim=dim
+    )
+    return later.flip(dim).cumsum(dim).flip(dim)
+
+
+def states_of_maps(inputs: Gated, *, count: int) -> Tensor:
+    """`[0, I]` for each of `count` sequences and each head, `[count, heads, dk, dv + dk]`."""
+    heads, dk, dv = inputs.state_shape
+    identity = torch.eye(dk, dv + dk, dtype=inputs.state_dtype, device=inputs.value.device).roll(dv, dims=1)
+    return identity.repeat(count, heads, 1, 1)
+
+
 class RecurrenceKernel(Protocol):
     """A recurrence over packed sequences, differentiable in its inputs and in the states."""
 
     name: str
+
+    def summarize(self, inputs: Gated, *, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a delta rule as affine maps of the states before sequences, `S_out = T S_in + U` and outputs `O + P S_in`:
+        P `[tokens, heads, dk]` in the dtype of values, U `[sequences, heads, dk, dv]` and T `[sequences, heads, dk,
+        dk]`. Without gradients.
+
+        The recurrence is linear in values and states, column by column, so values `[v, 0]` and states `[0, I]` make
+        outputs `[O, P]` and states `[U, T]`.
+        """
+        _, dk, dv = inputs.state_shape
+        wide = inputs.with_values(F.pad(inputs.value, (0, dk)))
+        out, final = self(wide, lengths=lengths, state=states_of_maps(inputs, count=len(lengths)))
+        return out[..., dv:], final[..., :dv], final[..., dv:]
 
     def __call__(self, inputs: Gated, *, lengths: Lengths, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs `[tokens, heads, dv]` in the dtype of values, and states `[sequences, heads, dk, dv]` after the last
@@ -92,25 +121,3 @@ def _best(device: str) -> RecurrenceKernel:
     kernel = next(backend_of(device).recurrences())
     logger.info("recurrences on %s: %s", device, kernel.name)
     return kernel
-
-
-Gradients = tuple[Tensor, ...]
-
-
-def differentiate(
-    kernel: RecurrenceKernel,
-    inputs: Gated,
-    *,
-    lengths: Lengths,
-    state: Tensor | None,
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-) -> Gradients:
-    """Gradients of `inputs.tensors` at the states before the sequences, given those of the outputs and of the states
-    after the sequences (None: zero). The kernel runs forward once more: only its inputs were kept."""
-    leaves = [each.detach().requires_grad_() for each in inputs.tensors]
-    with torch.enable_grad():
-        out, final = kernel(inputs.of(leaves), lengths=lengths, state=state)
-    if grad_state is None:
-        return torch.autograd.grad((out,), leaves, (grad_out,))
-    return torch.autograd.grad((out, final), leaves, (grad_out, grad_state))

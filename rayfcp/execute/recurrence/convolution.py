@@ -2,7 +2,6 @@
 back there (`rayfcp.program.scan`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,9 @@ from rayfcp.execute.attention.kept import once
 from rayfcp.execute.attention.schedule import copy_rows, take_rows, write_rows
 from rayfcp.execute.kernels.convolution import ACTIVATIONS, pick_convolution
 from rayfcp.execute.recurrence.messages import Incoming, Outgoing, exchange
+from rayfcp.execute.recurrence.schedule import ScanSchedule
 from rayfcp.program import Range
-from rayfcp.program.scan import HaloCopy, ScanProgram
+from rayfcp.program.scan import ScanProgram
 from rayfcp.values import RecurrentKind
 
 
@@ -47,43 +47,20 @@ def causal_convolution(
         ValueError: the tensors do not have the program's tokens, the kind's width or the same channels, or the
             activation is another.
     """
-    scan = context.scan_of(kind)
-    _check(x, weight, bias=bias, scan=scan, activation=activation)
-    places = _places(scan)
-    rows: Tensor = _WithHalo.apply(x, places, scan, context)  # type: ignore[no-untyped-call]
+    schedule = context.scan_of(kind)
+    _check(x, weight, bias=bias, scan=schedule.program, activation=activation)
+    rows: Tensor = _WithHalo.apply(x, _Halos(schedule, context=context))  # type: ignore[no-untyped-call]
     out = pick_convolution(x.device.type)(rows, weight, bias, activation=activation)
-    behind = [(start - kind.halo, stop - kind.halo) for start, stop in places.own]
-    return take_rows(out, behind)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Rows of all segments, each behind its halo: of `num_rows`, `own` are those of slot 0 and `halo` those of the rows
-    `buffer` of the halo buffer, range by range. The others, before the start of a sequence, are zero."""
-
-    own: list[Range]
-    halo: list[Range]
-    buffer: list[Range]
-    num_rows: int
-
-
-def _places(scan: ScanProgram) -> _Places:
-    own, halo, at = list[Range](), list[Range](), 0
-    for each in scan.segments:
-        first = at + scan.kind.halo
-        halo.append((first - (each.halo[1] - each.halo[0]), first))
-        at = first + each.rows[1] - each.rows[0]
-        own.append((first, at))
-    return _Places(own=own, halo=halo, buffer=[each.halo for each in scan.segments], num_rows=at)
+    return take_rows(out, schedule.places.behind)
 
 
 class _WithHalo(torch.autograd.Function):
     """Rows of all segments behind those before them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: _Places, scan: ScanProgram, context: AttentionContext) -> Tensor:
-        ctx.places, ctx.halos = places, _Halos(scan, context=context)
-        (buffer,) = once(ctx.halos.name, lambda: (ctx.halos.fetch(x),), kept=context.kept)
+    def forward(ctx: Any, x: Tensor, halos: "_Halos") -> Tensor:
+        ctx.halos, places = halos, halos.places
+        buffer = halos.buffer(x)
         rows = x.new_zeros(places.num_rows, x.shape[1])
         write_rows(rows, places.own, source=x)
         write_rows(rows, places.halo, source=take_rows(buffer, places.buffer))
@@ -92,28 +69,31 @@ class _WithHalo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-        places, halos = ctx.places, ctx.halos
+        halos, places = ctx.halos, ctx.halos.places
         gradient = grad_rows.new_zeros(halos.num_source_rows, grad_rows.shape[1])
         write_rows(gradient, [each.rows for each in halos.scan.segments], source=take_rows(grad_rows, places.own))
         buffer = grad_rows.new_zeros(halos.scan.num_halo_rows, grad_rows.shape[1])
         write_rows(buffer, places.buffer, source=take_rows(grad_rows, places.halo))
-        return halos.give_back(buffer, gradient=gradient), None, None, None
+        return halos.give_back(buffer, gradient=gradient), None
 
 
 class _Halos:
     """Exchange of the rows before segments and tails in one convolution, and of their gradients."""
 
-    def __init__(self, scan: ScanProgram, *, context: AttentionContext) -> None:
-        self.scan, self._context, self.name = scan, context, context.name_of_call("convolution")
-        self.num_source_rows = max([scan.num_tokens, *(each.rows[1] for each in scan.heads)])
-        self._leaving = [each for each in scan.halos if each.sender == scan.rank != each.receiver]
-        self._arriving = [each for each in scan.halos if each.receiver == scan.rank != each.sender]
-        self._local = [each for each in scan.halos if each.sender == scan.rank == each.receiver]
+    def __init__(self, schedule: ScanSchedule, *, context: AttentionContext) -> None:
+        self.scan, self.places, self._context = schedule.program, schedule.places, context
+        self.num_source_rows = max([self.scan.num_tokens, *(each.rows[1] for each in self.scan.heads)])
+        self._name = context.name_of_call("convolution")
+        self._leaving, self._arriving, self._local = schedule.copies
 
-    def fetch(self, x: Tensor) -> Tensor:
+    def buffer(self, x: Tensor) -> Tensor:
         """The halo buffer; what later slices need of it is kept."""
+        (buffer,) = once(self._name, lambda: (self._fetch(x),), kept=self._context.kept)
+        return buffer
+
+    def _fetch(self, x: Tensor) -> Tensor:
         store, layer = self._context.store, self._context.layer
-        kept = (store.state((each.microbatch, layer), (self.name, each.sequence)) for each in self.scan.heads)
+        kept = (store.state((each.microbatch, layer), (self._name, each.sequence)) for each in self.scan.heads)
         source = torch.cat([x, *kept]) if self.scan.heads else x
         buffer = x.new_empty(self.scan.num_halo_rows, x.shape[1])
         for each in self._local:
@@ -127,7 +107,7 @@ class _Halos:
             write_rows(buffer, each.target, source=rows)
         for tail in self.scan.tails:
             own = buffer[slice(*tail.rows)].clone()
-            store.put_state((self._context.microbatch, layer), (self.name, tail.sequence), state=own)
+            store.put_state((self._context.microbatch, layer), (self._name, tail.sequence), state=own)
         return buffer
 
     def give_back(self, buffer: Tensor, *, gradient: Tensor) -> Tensor:
@@ -136,7 +116,7 @@ class _Halos:
         store, layer = self._context.store, self._context.layer
         for tail in self.scan.tails:
             buffer[slice(*tail.rows)] = store.settle_state(
-                (self._context.microbatch, layer), (self.name, tail.sequence)
+                (self._context.microbatch, layer), (self._name, tail.sequence)
             )
         channels = buffer.shape[1]
         sends = [
@@ -144,20 +124,13 @@ class _Halos:
             for each in self._arriving
         ]
         receives = [Incoming(each.receiver, (each.num_tokens, channels)) for each in self._leaving]
-
-        def add(each: HaloCopy, rows: Tensor) -> None:
+        came = exchange(sends, receives, like=buffer, context=self._context)
+        local = [take_rows(buffer, each.target) for each in self._local]
+        for each, rows in zip((*self._local, *self._leaving), (*local, *came), strict=True):
             write_rows(gradient, each.source, source=rows, add=True)
-
-        def add_local() -> None:
-            for each in self._local:
-                add(each, take_rows(buffer, each.target))
-
-        came = exchange(sends, receives, like=buffer, context=self._context, meanwhile=add_local)
-        for each, rows in zip(self._leaving, came, strict=True):
-            add(each, rows)
         for head in self.scan.heads:
             own = gradient[slice(*head.rows)]
-            store.put_state_gradient((head.microbatch, layer), (self.name, head.sequence), gradient=own)
+            store.put_state_gradient((head.microbatch, layer), (self._name, head.sequence), gradient=own)
         return gradient[: self.scan.num_tokens]
 
 

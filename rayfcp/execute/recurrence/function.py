@@ -1,6 +1,12 @@
-"""Differentiable linear recurrences over ranks."""
+"""Differentiable linear recurrences over ranks.
+
+Kernels take the states before segments and are differentiated as they are: what passes between ranks, states forward
+and their gradients backward, is found beside them. So sequences that are not cut and first parts of others, before
+which the state is 0, cost no more than on one rank; the others cost their summaries (`summarize`).
+"""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,13 +16,12 @@ from torch.autograd.function import once_differentiable
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.attention.kept import once
 from rayfcp.execute.attention.schedule import take_rows, write_rows
-from rayfcp.execute.attention.slots import LayerKey, StateName
-from rayfcp.execute.kernels import Lengths
-from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel, differentiate, pick_recurrence
-from rayfcp.execute.recurrence.scan import Item, StateForm, StateScan
-from rayfcp.execute.recurrence.summaries import Readout, Summaries, readouts, summarize
-from rayfcp.program import Range
-from rayfcp.program.scan import ChainEnd, ScanProgram, Segment
+from rayfcp.execute.attention.slots import StateName
+from rayfcp.execute.kernels.recurrence import Gated, pick_recurrence
+from rayfcp.execute.recurrence.scan import StateScan
+from rayfcp.execute.recurrence.schedule import Item, ScanSchedule, Segments, StateForm
+from rayfcp.execute.recurrence.summaries import Summaries, state_gradients, summarize
+from rayfcp.program.scan import ChainEnd, ScanProgram
 from rayfcp.values import RecurrentKind
 
 
@@ -51,13 +56,10 @@ def linear_recurrence(
     Raises:
         ValueError: the tensors do not have the program's tokens, or their shapes or dtypes disagree.
     """
-    scan = context.scan_of(kind)
+    schedule = context.scan_of(kind)
     inputs = Gated(query=query, key=key, value=value, log_decay=log_decay, beta=beta, scale=scale)
-    _check(inputs, scan)
-    if not scan.chains:
-        return pick_recurrence(value.device.type)(inputs, lengths=_lengths(scan.segments), state=None)[0]
-    layer = _Layer(scan, context=context)
-    return _Recurrence.apply(query, key, value, log_decay, beta, scale, layer)  # type: ignore[no-any-return, no-untyped-call]
+    _check(inputs, schedule.program)
+    return _Layer(schedule, inputs, context=context).run()
 
 
 def _check(inputs: Gated, scan: ScanProgram) -> None:
@@ -89,143 +91,153 @@ def _check(inputs: Gated, scan: ScanProgram) -> None:
         )
 
 
-class _Recurrence(torch.autograd.Function):
+class _Layer:
+    """The recurrence of one layer in one microbatch."""
+
+    def __init__(self, schedule: ScanSchedule, inputs: Gated, *, context: AttentionContext) -> None:
+        self._schedule, self._inputs, self._context = schedule, inputs, context
+        self._kernel = pick_recurrence(inputs.value.device.type)
+        heads, *state = inputs.state_shape
+        transition = (state[0],) * 2 if inputs.beta is not None else inputs.log_decay.shape[2:]
+        self._form = StateForm(
+            heads=heads,
+            transition=tuple(transition),
+            state=tuple(state),
+            dtype=inputs.state_dtype,
+            device=inputs.value.device,
+        )
+
+    def run(self) -> Tensor:
+        """Outputs."""
+        schedule, inputs = self._schedule, self._inputs
+        if not schedule.program.chains:
+            return self._call(schedule.every, state=None)[0]
+        is_delta = inputs.beta is not None
+        first, rest = (schedule.opening, schedule.later) if is_delta else (None, schedule.every)
+        results = [self._call(first, state=None)] if first and first.items else []
+        with torch.no_grad():  # of delta rules, kernels make the states behind first parts beside their outputs
+            shared = once("states", lambda: self._states([each for _, each in results]), kept=self._context.kept)
+        before, *saved = shared
+        if rest.items:
+            results.append(self._call(rest, state=self._before(rest, before)))
+        called = [each for each in (first, rest) if each and each.items]
+        back = _Back(schedule, called, form=self._form, scale=inputs.scale, context=self._context)
+        saved = saved if is_delta else [*saved, inputs.query.detach(), inputs.log_decay.detach()]
+        return _Joined.apply(back, saved, *chain(*results))  # type: ignore[no-any-return, no-untyped-call]
+
+    def _call(self, segments: Segments, *, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._kernel(self._inputs.rows(segments.rows), lengths=segments.lengths, state=state)
+
+    def _states(self, opened: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """States before `later` segments, and what the backward pass needs of the exchange: this rank's shares of
+        transitions, and of delta rules P. `opened`: states behind first parts, of delta rules."""
+        schedule, store = self._schedule, self._context.store
+        increments = {
+            item: state
+            for states in opened
+            for item, state in zip(schedule.opening.items, states.detach(), strict=True)
+            if item in schedule.leading.items
+        }
+        of = schedule.leading if self._inputs.beta is None else schedule.later
+        parts = Summaries()
+        if of.items:
+            parts = summarize(self._kernel, self._inputs.rows(of.rows), lengths=of.lengths)
+        increments |= dict(zip(of.items, parts.increments, strict=True))
+        for head in schedule.program.heads:
+            increments[_item(head)] = store.state((head.microbatch, self._context.layer), _name(head))
+        rounds = StateScan(schedule.rounds(self._form), context=self._context)
+        states, kept = rounds.states(dict(zip(of.items, parts.transitions, strict=True)), increments)
+        for tail in schedule.program.tails:
+            own = self._context.microbatch, self._context.layer
+            store.put_state(own, _name(tail), state=states[_item(tail)])
+        before = [states[each] for each in schedule.later.items]
+        none = self._form.empty(0, self._form.heads, *self._form.state)
+        return torch.stack(before) if before else none, *kept, *parts.readouts
+
+    def _before(self, segments: Segments, before: Tensor) -> Tensor | None:
+        """States before segments, from those before `later` ones."""
+        if len(before) in (0, len(segments.items)):
+            return before if len(before) else None
+        own, zero = dict(zip(self._schedule.later.items, before, strict=True)), torch.zeros_like(before[0])
+        return torch.stack([own.get(each, zero) for each in segments.items])
+
+
+class _Joined(torch.autograd.Function):
+    """Outputs of calls of a kernel, with the states behind their segments, as outputs of all tokens in their order."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        scale: float,
-        layer: "_Layer",
-    ) -> Tensor:
-        inputs = Gated(query=query, key=key, value=value, log_decay=log_decay, beta=beta, scale=scale)
-        out, *saved = once("recurrence", lambda: layer.forward(inputs), kept=layer.context.kept)
-        ctx.save_for_backward(query, key, value, log_decay, beta, *saved)
-        ctx.scale, ctx.layer = scale, layer
-        return out
+    def forward(ctx: Any, back: "_Back", saved: Sequence[Tensor], *results: Tensor) -> Tensor:
+        ctx.back = back
+        ctx.save_for_backward(*saved)
+        return back.joined(results[::2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, log_decay, beta, *saved = ctx.saved_tensors
-        inputs = Gated(query=query, key=key, value=value, log_decay=log_decay, beta=beta, scale=ctx.scale)
-        grads = ctx.layer.backward(inputs, saved, grad_out=grad_out)
-        return *grads, *[None] * (7 - len(grads))
+        return None, None, *ctx.back.gradients(ctx.saved_tensors, grad_out)
 
 
-class _Layer:
-    """The recurrence of one layer in one microbatch. What both passes share are the states before the parts of this
-    rank but first ones, then its shares of transitions, then, for delta rules, the readouts of the same parts."""
+class _Back:
+    """The exchange of gradients of states of one layer. It holds no tensors: those of recomputed layers are freed.
 
-    def __init__(self, scan: ScanProgram, *, context: AttentionContext) -> None:
-        self.context, self._scan = context, scan
-        self._cut = [each for each in scan.segments if each.chain >= 0]
-        self._whole = [each for each in scan.segments if each.chain < 0]
-        self._continued = [each for each in self._cut if each.part > 0]
+    Gradients of the states behind segments come before kernels are differentiated, once each: R, the gradient of the
+    state before a segment through its own outputs, is `P^T dO`.
+    """
 
-    def forward(self, inputs: Gated) -> tuple[Tensor, ...]:
-        """Outputs, and what is shared with `backward`."""
-        kernel, out = pick_recurrence(inputs.value.device.type), torch.empty_like(inputs.value)
+    def __init__(
+        self,
+        schedule: ScanSchedule,
+        called: Sequence[Segments],
+        *,
+        form: StateForm,
+        scale: float,
+        context: AttentionContext,
+    ) -> None:
+        self._schedule, self._called, self._form, self._scale = schedule, called, form, scale
+        self._store, self._layer, self._microbatch = context.store, context.layer, context.microbatch
+        self._scan = StateScan(schedule.rounds(form), context=context)
 
-        def compute(segments: Sequence[Segment]) -> None:
-            if segments:
-                local, _ = kernel(inputs.rows(_rows(segments)), lengths=_lengths(segments), state=None)
-                write_rows(out, _rows(segments), source=local)
+    def joined(self, outs: Sequence[Tensor]) -> Tensor:
+        """Rows of calls in their order in slot 0."""
+        if len(outs) == 1:
+            return outs[0]
+        found = outs[0].new_empty(self._schedule.program.num_tokens, *outs[0].shape[1:])
+        for each, out in zip(self._called, outs, strict=True):
+            write_rows(found, each.rows, source=out)
+        return found
 
-        parts = self._summaries(kernel, inputs)
-        is_delta = inputs.beta is not None
-        if parts.out is not None:
-            write_rows(out, _rows(self._cut), source=parts.out)
-        transitions, increments = (
-            {_item(each): of for each, of in zip(self._cut, found, strict=True)}
-            for found in (parts.transitions, parts.increments)
-        )
-        for head in self._scan.heads:
-            increments[_item(head)] = self.context.store.state((head.microbatch, self.context.layer), _name(head))
-        states, kept = self._rounds(inputs).states(
-            transitions, increments, meanwhile=lambda: compute(self._whole if is_delta else self._scan.segments)
-        )
-        for tail in self._scan.tails:
-            self.context.store.put_state(self._own, _name(tail), state=states[_item(tail)])
-        before = [states[_item(each)] for each in self._continued]
-        readouts = [of for each, of in zip(self._cut, parts.readouts, strict=True) if each.part > 0]
-        for each, readout, state in zip(self._continued, readouts, before, strict=True):
-            out[slice(*each.rows)] += readout.of_state(state).to(out.dtype)
-        return out, *before, *kept, *([each.rows for each in readouts] if is_delta else [])
-
-    def backward(self, inputs: Gated, shared: Sequence[Tensor], *, grad_out: Tensor) -> list[Tensor]:
-        """Gradients of `inputs.tensors`."""
-        kernel, rounds = pick_recurrence(inputs.value.device.type), self._rounds(inputs)
-        grads = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs.tensors]
-
-        def compute(segments: Sequence[Segment], **states: Tensor | None) -> None:
-            if not segments:
-                return
-            rows, lengths = _rows(segments), _lengths(segments)
-            own, grad = inputs.rows(rows), take_rows(grad_out, rows)
-            found = differentiate(kernel, own, lengths=lengths, grad_out=grad, **states)
-            for target, source in zip(grads, found, strict=True):
-                write_rows(target, rows, source=source)
-
-        count, num_kept = len(self._continued), len(rounds.kept_parts)
-        before, kept, rows = shared[:count], shared[count : count + num_kept], shared[count + num_kept :]
-        readouts = [Readout(rows=each) for each in rows] if inputs.beta is not None else self._closed_readouts(inputs)
-        adjoints = {
-            _item(each): of.adjoint(grad_out[slice(*each.rows)], dtype=inputs.state_dtype)
-            for each, of in zip(self._continued, readouts, strict=True)
-        }
-        for tail in self._scan.tails:
-            adjoints[_item(tail)] = self.context.store.settle_state(self._own, _name(tail))
-        behind = rounds.gradients(adjoints, kept, meanwhile=lambda: compute(self._whole, state=None, grad_state=None))
-        for head in self._scan.heads:
-            at = (head.microbatch, self.context.layer)
-            self.context.store.put_state_gradient(at, _name(head), gradient=behind[_item(head)])
-        zero = inputs.value.new_zeros(inputs.state_shape, dtype=inputs.state_dtype)
-        states = dict(zip(map(_item, self._continued), before, strict=True))
-        compute(
-            self._cut,
-            **{
-                name: torch.stack([found.get(_item(each), zero) for each in self._cut]) if self._cut else None
-                for name, found in (("state", states), ("grad_state", behind))
-            },
-        )
+    def gradients(self, saved: Sequence[Tensor], grad_out: Tensor) -> list[Tensor | None]:
+        """Those of each call's outputs and states."""
+        form, schedule = self._form, self._schedule
+        count = len(schedule.rounds(form).kept_parts)
+        adjoints = self._adjoints(saved[count:], grad_out)
+        for tail in schedule.program.tails:
+            adjoints[_item(tail)] = self._store.settle_state((self._microbatch, self._layer), _name(tail))
+        behind = self._scan.gradients(adjoints, saved[:count])
+        for head in schedule.program.heads:
+            at = (head.microbatch, self._layer)
+            self._store.put_state_gradient(at, _name(head), gradient=behind[_item(head)])
+        zero = form.empty(form.heads, *form.state).zero_()
+        grads = list[Tensor | None]()
+        for each in self._called:
+            states = [behind.get(item, zero) for item in each.items]
+            is_any = any(item in behind for item in each.items)
+            grads += take_rows(grad_out, each.rows), torch.stack(states) if is_any else None
         return grads
 
-    def _closed_readouts(self, inputs: Gated) -> list[Readout]:
-        if not self._continued:
-            return []
-        return readouts(inputs.rows(_rows(self._continued)), lengths=_lengths(self._continued))
-
-    def _summaries(self, kernel: RecurrenceKernel, inputs: Gated) -> Summaries:
-        if not self._cut:
-            return Summaries(transitions=(), increments=(), readouts=(), out=None)
-        return summarize(kernel, inputs.rows(_rows(self._cut)), lengths=_lengths(self._cut))
-
-    def _rounds(self, inputs: Gated) -> StateScan:
-        heads, *state = inputs.state_shape
-        transition = (state[0],) * 2 if inputs.beta is not None else inputs.log_decay.shape[2:]
-        like = torch.empty(0, dtype=inputs.state_dtype, device=inputs.value.device)
-        form = StateForm(heads=heads, transition=tuple(transition), state=tuple(state), like=like)
-        return StateScan(self._scan, context=self.context, form=form)
-
-    @property
-    def _own(self) -> LayerKey:
-        return self.context.microbatch, self.context.layer
+    def _adjoints(self, readout: Sequence[Tensor], grad_out: Tensor) -> dict[Item, Tensor]:
+        """Gradients of the states before `later` segments through their own outputs."""
+        later = self._schedule.later
+        if not later.items:
+            return {}
+        own = [each if len(each) == sum(later.lengths) else take_rows(each, later.rows) for each in readout]
+        grad = take_rows(grad_out, later.rows)
+        found = state_gradients(grad, *own, lengths=later.lengths, scale=self._scale, dtype=self._form.dtype)
+        return dict(zip(later.items, found, strict=True))
 
 
-def _rows(segments: Sequence[Segment]) -> list[Range]:
-    return [each.rows for each in segments]
-
-
-def _lengths(segments: Sequence[Segment]) -> Lengths:
-    return tuple(stop - start for start, stop in _rows(segments))
-
-
-def _item(part: Segment | ChainEnd) -> Item:
-    return part.chain, part.part
+def _item(end: ChainEnd) -> Item:
+    return end.chain, end.part
 
 
 def _name(end: ChainEnd) -> StateName:

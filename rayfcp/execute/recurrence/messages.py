@@ -7,8 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rayfcp.execute.attention.function import AttentionContext
-
-Shape = tuple[int, ...]
+from rayfcp.execute.recurrence.schedule import Shape
 
 
 class Outgoing(NamedTuple):
@@ -32,12 +31,10 @@ def exchange(
     *,
     like: Tensor,
     context: AttentionContext,
-    meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Tensor]:
-    """Contents of `receives`, all in the dtype and on the device of `like`; `meanwhile` is called while they travel.
-    They are packed and posted on the message stream, and copied out of message memory, which is reused, behind it."""
+    """Contents of `receives`, all in the dtype and on the device of `like`. They are packed and posted on the message
+    stream, and copied out of message memory, which is reused, behind it."""
     if not sends and not receives:
-        meanwhile()
         return []
     stats = context.stats
     take = partial(stats.buffers.take, dtype=like.dtype, device=like.device)
@@ -47,7 +44,6 @@ def exchange(
             message.pack(packed)
         arriving = [(peer, take(shape)) for peer, shape in receives]
         pending = stats.post(leaving, arriving, transport=context.transport)
-    meanwhile()
     stats.wait(pending)
     found = [packed.clone() for _, packed in arriving]
     for _, packed in arriving:
