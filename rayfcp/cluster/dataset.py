@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import ModelConfig
+from rayfcp.config.models import VISION_FAMILIES, ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
 from rayfcp.values import ModelProfile
 
@@ -179,8 +179,8 @@ def _check_images(config: Config, model: ModelProfile, *, has_images: bool) -> N
         return
     if model.vision is None:
         raise ConfigError(
-            f"data.paths have images, {model.name} has no vision encoder; choose a vision-language model, or leave "
-            "data.processor out"
+            f"data.paths have images, {model.name} is trained on text alone; choose a model of "
+            f"{', '.join(VISION_FAMILIES)}, or leave data.processor out"
         )
     if config.data.processor is None:
         raise ConfigError("data.processor is not set, must be what data.paths were prepared with; set it")

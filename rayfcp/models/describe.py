@@ -9,9 +9,9 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
-from rayfcp.data.hub import locate
 from rayfcp.models.layers import check_experts, check_layer_types
 from rayfcp.models.library import (
+    config_at,
     has_reward_head,
     is_saved_classifier,
     lora_module,
@@ -19,6 +19,7 @@ from rayfcp.models.library import (
     text_of,
     vision_family,
 )
+from rayfcp.models.multimodal import text_part
 from rayfcp.models.rope import has_rope, original_positions, set_rope
 from rayfcp.models.shapes import decoder_modules, layer_profiles
 from rayfcp.plan import model_profile
@@ -39,8 +40,9 @@ _SHAPE = ("num_hidden_layers", "hidden_size", "vocab_size")
 def model_config(
     config: ModelConfig, *, vocab_size: int, max_seqlen: int | None = None, is_reward: bool = False
 ) -> PreTrainedConfig:
-    """The library's configuration of the run's model, which `has_reward_head` if `is_reward`. `max_seqlen`: of the run,
-    for positions that depend on it (`rope.set_rope`).
+    """The library's configuration of the run's model, which `has_reward_head` if `is_reward`: of a multimodal model at
+    `model.path` its text part, except for `VISION_FAMILIES`. `max_seqlen`: of the run, for positions that depend on it
+    (`rope.set_rope`).
 
     Raises:
         ConfigError: The model cannot be found, does not state its shape, or uses what we do not run (attention that is
@@ -48,7 +50,7 @@ def model_config(
             `model.rope` does not fit it, or it cannot have the head of a reward model, or must have it.
     """
     if config.path:
-        found = _from_path(config.path)
+        found = text_part(config_at(config.path))
     elif config.name:
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
@@ -187,16 +189,6 @@ def dropout_keys(found: PreTrainedConfig) -> list[str]:
 def _check_dropout(found: PreTrainedConfig) -> None:
     for name in dropout_keys(found):
         raise ConfigError(f"model: {name}={getattr(found, name)}, must be 0; set it to 0 in the model's config")
-
-
-def _from_path(path: str) -> PreTrainedConfig:
-    source, local_only = locate(path, key="model.path")
-    try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=local_only)
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
-    return found
 
 
 def _named(name: str) -> ArchitectureConfig:

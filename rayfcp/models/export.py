@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.data import DataConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES, first_buffers, random_model
 from rayfcp.models.describe import configured_model
-from rayfcp.models.library import has_reward_head, lora_module, remove_padding
-from rayfcp.models.pretrained import aliases_of, library_on_meta
+from rayfcp.models.library import has_reward_head, lora_module, remove_padding, text_of
+from rayfcp.models.multimodal import TextPart, part_at
+from rayfcp.models.pretrained import Source, aliases_of, library_on_meta, other_weights
 
 _PREFIX = "model.model."
 """Prefix of the library's names in a checkpoint: the state's section, and the attribute of `CausalLM`."""
@@ -55,20 +57,34 @@ def export_checkpoint(
         raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
     if merge and not has_adapters:
         raise ConfigError("--merge is given, the run has no adapters (model.lora.rank); leave it out")
-    library = library_on_meta(configured_model(config, vocab_size=vocab_size))
+    described, run = configured_model(config, vocab_size=vocab_size), config.model
+    part = _part_of(run, described)
+    library = library_on_meta(described) if part is None else part.whole
     target.mkdir(parents=True, exist_ok=True)
     tokenizer = _copied_tokenizer(config.data, target)
     if has_reward_head(library.config):
         _set_padding(library.config, tokenizer)
     if not has_adapters or merge:
-        held = _held(config, library.config, Path(checkpoint), whole=merge or config.model.freeze_vision)
-        _write_weights(_as_in_files(library, Path(checkpoint), dtype=DTYPES[config.model.dtype], held=held), target)
-        library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
+        held: Mapping[str, Source] = _held(config, described, Path(checkpoint), whole=merge or run.freeze_vision)
+        if part is not None:
+            held = {part.outer(name) or name: each for name, each in held.items()} | other_weights(part, str(run.path))
+            _copy_processor(str(run.path), target, key="model.path")
+        _write_weights(_as_in_files(library, Path(checkpoint), dtype=DTYPES[run.dtype], held=held, part=part), target)
+        library.config.architectures = [type(library).__name__]
+        library.config.dtype = text_of(library.config).dtype = run.dtype
         library.config.save_pretrained(target)
         if library.can_generate():
             library.generation_config.save_pretrained(target)
     else:
-        _write_adapters(config, library, Path(checkpoint), target)
+        _write_adapters(config, library, Path(checkpoint), target, part=part)
+
+
+def _part_of(run: ModelConfig, described: PreTrainedConfig) -> TextPart | None:
+    """Place of the trained model in the multimodal one at `model.path`, whose other weights an export has too; None if
+    there are none, or the trained model is a reward model."""
+    if run.path is None or run.init != "pretrained" or has_reward_head(described):
+        return None
+    return part_at(run.path, described)
 
 
 def _set_padding(config: PreTrainedConfig, tokenizer: Any) -> None:
@@ -87,21 +103,28 @@ def _copied_tokenizer(data: DataConfig, target: Path) -> Any:
     if name in (None, "bytes"):
         return None
     from transformers import AutoTokenizer
-    from transformers.utils import cached_file
 
-    source, local_only = locate(name, key="data.processor" if is_processor else "data.tokenizer")
-    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
-    options["_raise_exceptions_for_connection_errors"] = False
+    key = "data.processor" if is_processor else "data.tokenizer"
+    source, local_only = locate(name, key=key)
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local_only)
     tokenizer.save_pretrained(target)
-    for file in _PROCESSOR_FILES if is_processor else ():
-        found = cached_file(source, file, **options)
-        if found is not None:
-            shutil.copyfile(found, target / file)
+    if is_processor:
+        _copy_processor(name, target, key=key)
     return tokenizer
 
 
-def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path) -> None:
+def _copy_processor(name: str, target: Path, *, key: str) -> None:
+    """Copy the files of a processor that its tokenizer does not write."""
+    source, local_only = locate(name, key=key)
+    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
+    options["_raise_exceptions_for_connection_errors"] = False
+    for file in _PROCESSOR_FILES:
+        found = cached_file(source, file, **options)
+        if found is not None and not (target / file).exists():
+            shutil.copyfile(found, target / file)
+
+
+def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path, *, part: TextPart | None) -> None:
     """Adapters in the precision in which they were trained; the model's configuration, where it is not the base's."""
     if config.model.rope.type is not None:
         library.config.save_pretrained(folder)
@@ -109,7 +132,7 @@ def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path
     dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
     trained = {name: each for name, each in library.named_parameters() if each.requires_grad}
     tensors = {name: torch.empty(each.shape, dtype=dtype) for name, each in trained.items()}
-    _load({_PREFIX + name: each for name, each in tensors.items()}, checkpoint)
+    _load({_PREFIX + _own_name(name, part): each for name, each in tensors.items()}, checkpoint)
     base = config.model.path if config.model.init == "pretrained" else None
     lora_module().save(library, tensors, settings=settings, folder=folder, base=base)
 
@@ -179,8 +202,13 @@ def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     yield own
 
 
+def _own_name(name: str, part: TextPart | None) -> str:
+    """Name in the model that is trained of a tensor of the library's, which may have other parts."""
+    return name if part is None else part.inner(name) or name
+
+
 def _as_in_files(
-    library: Any, checkpoint: Path, *, dtype: torch.dtype, held: dict[str, Tensor]
+    library: Any, checkpoint: Path, *, dtype: torch.dtype, held: Mapping[str, Source], part: TextPart | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors by name and layout in files, layer by layer: the reverse of the conversions of loading, none of which
     joins tensors of several layers. A tied matrix occurs once. `held`: weights instead of the checkpoint's."""
@@ -190,13 +218,14 @@ def _as_in_files(
     for _, names in groupby(unique, key=_LAYER.findall):
         layer, stored = {}, {}
         for name in names:
-            tensor = state[name]
-            if name in held:
-                layer[name] = held[name].to(dtype if tensor.is_floating_point() else tensor.dtype)
-                continue
-            layer[name] = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-            found = next((each for each in aliases[name] if _PREFIX + each in known), name)
-            stored[_PREFIX + found] = layer[name]
+            kind = dtype if state[name].is_floating_point() else state[name].dtype
+            given = next((held[each] for each in aliases[name] if each in held), None)
+            if given is not None:
+                layer[name] = given.to(kind)
+            elif part is None or part.inner(name):  # otherwise the files do not have it either
+                layer[name] = torch.empty(state[name].shape, dtype=kind)
+                own = [_PREFIX + _own_name(each, part) for each in aliases[name]]
+                stored[next((each for each in own if each in known), own[0])] = layer[name]
         if stored:
             _load(stored, checkpoint)
         yield from revert_weight_conversion(library, layer).items()

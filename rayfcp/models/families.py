@@ -17,11 +17,15 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from rayfcp.config import ConfigError
 from rayfcp.models.describe import check_runs, check_text_only, dropout_keys, profile_of
 from rayfcp.models.library import text_of
+from rayfcp.models.multimodal import check_text_alone, text_part
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.telemetry.progress import Terminal
 
@@ -69,7 +73,10 @@ def check_family(family: str) -> None:
     except Exception as error:  # whatever a family's own code raises
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"model: {family} has no default configuration ({type(error).__name__}: {first})") from error
+    whole, config = config, text_part(config)
     check_text_only(config, given=f"model_type is {family!r}")
+    if whole is not config:
+        check_text_alone(whole, config)
     for name in dropout_keys(text_of(config)):
         setattr(config, name, 0.0)
     check_runs(config)
@@ -94,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; all with a causal model if absent")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     options = parser.parse_args(arguments)
-    unknown = sorted({*options.families} - {*CAUSAL_FAMILIES})
+    unknown = sorted({*options.families} - {*CAUSAL_FAMILIES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
     if unknown:
         names = ", ".join(map(repr, unknown))
         sys.stderr.write(f"FAMILY is {names}, must have a causal language model in transformers; correct it\n")

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -23,6 +24,7 @@ from transformers import (
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.data.hub import locate
 from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, num_experts
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
@@ -77,6 +79,21 @@ def lora_module() -> ModuleType:
         raise ConfigError("model.lora.rank is set, whose package peft is not installed; pip install 'rayfcp[lora]'")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it misses an optional kernel
     return import_module("rayfcp.models.lora")
+
+
+def config_at(path: str) -> PreTrainedConfig:
+    """Configuration of the model at `path`, all of its parts.
+
+    Raises:
+        ConfigError: No model is there.
+    """
+    source, local_only = locate(path, key="model.path")
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=local_only)
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
+    return found
 
 
 def text_of(config: PreTrainedConfig) -> Any:

@@ -8,6 +8,7 @@ files knows no conversions.)
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,15 @@ from rayfcp.models.library import (
     library_name,
     make_library_model,
 )
+from rayfcp.models.multimodal import TextPart, check_text_alone, part_at
 from rayfcp.models.nf4 import Nf4Linear
 from rayfcp.values.state import Box
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
+
+logger = logging.getLogger(__name__)
 
 _OLD_TABLES = r"rotary_emb\.inv_freq$"
 """Tables that older releases stored, and that are computed."""
@@ -140,7 +144,7 @@ class WeightFiles:
     """
 
     def __init__(self, path: str, *, headers_only: bool = False) -> None:
-        self._path = path
+        self.path = path
         self._source, self._local_only = locate(path, key="model.path")
         self.headers_only = headers_only
         self._open: dict[str, Any] = {}
@@ -157,7 +161,7 @@ class WeightFiles:
 
     def error(self, problem: str) -> ConfigError:
         """An error about these files."""
-        return ConfigError(f"model.path is {self._path!r}, {' '.join(problem.split())}")
+        return ConfigError(f"model.path is {self.path!r}, {' '.join(problem.split())}")
 
     @property
     def names(self) -> Iterable[str]:
@@ -222,15 +226,19 @@ def library_on_meta(config: PreTrainedConfig) -> Any:
 
 def check_weights(path: str, config: PreTrainedConfig) -> None:
     """Compare the headers of a folder's files with the model's configuration. Files on the hub are compared where they
-    are fetched, by the devices.
+    are fetched, by the devices. Of a multimodal model there, text must pass the text part alone.
 
     Raises:
-        ConfigError: Tensors are missing, of another shape, or have no place in the model.
+        ConfigError: Tensors are missing, of another shape, or have no place in the model, or text passes other parts.
     """
+    if (part := part_at(path, config)) is not None:
+        check_text_alone(part.whole.config, config)
+        kind, text = part.whole.config.model_type, config.model_type
+        logger.warning("%s is a %s, of which only the text part, %s, is used: images are refused", path, kind, text)
     if Path(path).expanduser().is_dir():
         library = library_on_meta(config)
         own = dict((*library.named_parameters(), *library.named_buffers()))
-        _fill(own, library, WeightFiles(path, headers_only=True))
+        _fill(own, config, WeightFiles(path, headers_only=True))
 
 
 @torch.no_grad()
@@ -247,14 +255,23 @@ def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, on
     own: dict[str, Tensor | Nf4Linear] = {**dict(held), **packed}
     own |= kept_buffers(model)
     if own:
-        _fill(own, library_on_meta(config), WeightFiles(path))
+        _fill(own, config, WeightFiles(path))
 
 
-def _fill(own: Mapping[str, Tensor | Nf4Linear], library: Any, files: WeightFiles) -> None:
-    """Overwrite tensors, and packed weights, by their names in the model; those that the library's model lacks are left
-    alone."""
+def other_weights(part: TextPart, path: str) -> dict[str, Source]:
+    """Weights of a multimodal model at `path` beside its text part, by their names in the whole model."""
+    return dict(_sources(WeightFiles(path), part.whole, wanted=part.others()))
+
+
+def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files: WeightFiles) -> None:
+    """Overwrite tensors, and packed weights, by their names in the model of `config`; those that the library's model
+    lacks are left alone."""
+    part = part_at(files.path, config)
+    library = library_on_meta(config) if part is None else part.whole
+    named = ((library_name(name), each) for name, each in own.items())
+    placed = ((name if part is None else part.outer(name), each) for name, each in named)
     aliases = aliases_of(library)
-    wanted = {alias: each for name, each in own.items() for alias in aliases.get(library_name(name), ())}
+    wanted = {alias: each for name, each in placed for alias in aliases.get(name or "", ())}
     shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
     filled: dict[int, str] = {}
     for name, source in _sources(files, library, wanted=wanted.keys()):
