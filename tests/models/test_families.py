@@ -35,6 +35,7 @@ KEYS = {
         "llama4_text",
         CHUNKED | SCALED | {"num_local_experts": 3, "intermediate_size_mlp": 40},
     ),
+    "apertus, whose activation has weights": ("apertus", {}),
     "nemotron, whose layers drop keywords": ("nemotron", {}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     **{what: (family, SIZES | keys) for what, (family, keys) in MODELS.items()},

@@ -133,7 +133,7 @@ def test_sharded_over_processes(family: str, in_shards: dict[str, tuple[float, G
     assert_near(in_shards[family], by_library(library(family), CASES[1], dtype="float64"), bound=1e-9, what=family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe", "mamba2"])
 def test_from_a_folder_and_back(family: str, tmp_path: Path) -> None:
     """Checkpoints hold parameters; buffers of the state are those that the run started from."""
     first = make_library_model(library(family), dtype=torch.float32)
