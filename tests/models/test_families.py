@@ -59,4 +59,4 @@ def library(what: str) -> PreTrainedConfig:
 def test_packed_batches_as_the_library_computes_them(what: str) -> None:
     config = library(what)
     for case in CASES:
-        assert_same(in_process(config, case), by_library(config, case), config=config, what=(what, case.num_ranks))
+        assert_same(in_process(config, case), by_library(config, case), what=(what, case.num_ranks))

@@ -92,7 +92,7 @@ def test_the_check_before_a_run_passes(what: str) -> None:
 @pytest.mark.parametrize("how", CASES)
 def test_every_way_of_running_a_batch(how: str) -> None:
     config = library("youtu, yarn")
-    assert_same(in_process(config, CASES[how]), by_library(config, CASES[how]), config=config, what=(how,))
+    assert_same(in_process(config, CASES[how]), by_library(config, CASES[how]), what=(how,))
 
 
 @dataclass(frozen=True, kw_only=True)
