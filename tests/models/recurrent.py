@@ -1,18 +1,11 @@
 """Tiny models of families with recurrent layers, and packed batches of them on several ranks and stages."""
 
 import copy
-from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from rayfcp.models.layers import kinds_of_layers
-from rayfcp.models.stages import stages_of
-from rayfcp.program import RankProgram, lower
 from tests.execute.cases import VOCAB
-from tests.execute.staged import StagedCase
-from tests.models.families import with_kinds
 from tests.models.folders import SHAPE
 
 SMALL = {**SHAPE, "num_hidden_layers": 4, "vocab_size": VOCAB}
@@ -63,31 +56,3 @@ def library(family: str) -> PreTrainedConfig:
     config = AutoConfig.for_model(family, **copy.deepcopy({**SMALL, **FAMILIES[family]}))
     assert isinstance(config, PreTrainedConfig)
     return config
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedFamily(StagedCase):
-    """A case of `tests.execute.staged` whose model is of a family."""
-
-    family: str
-
-    @property
-    def library(self) -> PreTrainedConfig:
-        return library(self.family)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(SMALL["hidden_size"])
-
-    @cached_property
-    def programs(self) -> tuple[RankProgram, ...]:
-        kinds = kinds_of_layers(self.library)
-        of_stage = [sorted(set(kinds[stage.start : stage.stop])) for stage in stages_of(self.layers_of_stage)]
-        return lower(self.plan, self.sequences, reduce_every=self.reduce_every, kinds_of_stage=of_stage)
-
-
-def staged(family: str, case: StagedCase) -> StagedFamily:
-    """The case with a model of a family."""
-    held = {each.name: getattr(case, each.name) for each in fields(case)}
-    held["sequences"] = tuple(with_kinds(case.sequences, library(family)))
-    return StagedFamily(family=family, **held)

@@ -25,12 +25,11 @@ from rayfcp.models.pretrained import check_weights
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.tensor_parallel import check_tensor_parallel
 from tests.execute.cases import CASES, VOCAB, Case
-from tests.execute.cases import assert_same as assert_equal
 from tests.execute.gloo import joined, on_processes
-from tests.execute.staged import expected, run_in_process, typical_case
-from tests.models.families import Result, assert_same, by_library, exact, in_process
+from tests.models.families import Result, assert_same, by_library, in_process
 from tests.models.in_shards import result_in_shards
-from tests.models.recurrent import FAMILIES, library, staged
+from tests.models.recurrent import FAMILIES, library
+from tests.models.ways import assert_stages_same
 
 ALONE = Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),))
 RANKS = {
@@ -60,15 +59,10 @@ def test_ranks_compute_what_one_process_does(family: str) -> None:
         assert_same(in_process(config, case), by_library(config, case), what=(family, case))
 
 
-@pytest.mark.parametrize("layers_of_stage", [(1, 3), (2, 1, 1)])
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize(("family", "layers_of_stage"), [("qwen3_next", (2, 1, 1)), ("bamba", (1, 3))])
 def test_stages_and_slices(family: str, layers_of_stage: tuple[int, ...]) -> None:
     """Slices take the states and the rows that earlier ones left. Bamba's layers return tuples."""
-    case = staged(family, typical_case(2, num_ranks=2, layers_of_stage=layers_of_stage, is_tied=False))
-    with exact():
-        loss, gradients, _ = run_in_process(case, "float64")
-        want = expected(case, "float64")
-    assert_equal(loss, gradients, want=want, dtype="float64", what=(family,))
+    assert_stages_same(library(family), 2, layers_of_stage=layers_of_stage)
 
 
 @pytest.fixture(scope="module")
