@@ -16,6 +16,7 @@ FAMILIES = {
     "mistral": THREE,
     "gemma": TWO,
     "gemma3": THREE,
+    "gemma4, keys shared": TWO,
     "qwen3_moe": THREE,
     "qwen2_moe, shared experts": TWO,
     "deepseek_v3": TWO,
