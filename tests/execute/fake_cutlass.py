@@ -35,7 +35,7 @@ def _pairs(offsets: tuple[Tensor, Tensor], limits: tuple[int, int]) -> Iterator[
 def _check(*tensors: Tensor) -> None:
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.shape[0] == 1 and tensor.shape[3] % 8 == 0
-        assert tensor.shape[2:] == tensors[0].shape[2:] and tensor.dtype == torch.float32
+        assert tensor.shape[2:] == tensors[0].shape[2:] and tensor.dtype in (torch.float32, torch.bfloat16)
 
 
 def _scores(query: Tensor, key: Tensor, *, scale: float, mask: int) -> Tensor:
@@ -75,7 +75,7 @@ def _backward(
         scores = _scores(query[0, q], key[0, k], scale=scale, mask=mask)
         assert lse[pair, :, scores.shape[1] :].isposinf().all()
         weights = (scores - lse[pair, :, : scores.shape[1], None]).exp()
-        delta = (grad[0, q] * out[0, q]).sum(-1).T
+        delta = (grad[0, q].double() * out[0, q].double()).sum(-1).T
         slopes = (
             weights
             * (torch.einsum("qhd,khd->hqk", grad[0, q].double(), value[0, k].double()) - delta[..., None])

@@ -21,7 +21,8 @@ from tests.execute.cases import CaseTokens
 from tests.execute.dense import run_ranks
 from tests.execute.live import LiveBytes, UncountedTransport
 from tests.execute.staged import Fabrics, StagedCase
-from tests.models.recurrent import staged
+from tests.models.recurrent import library
+from tests.models.ways import StagedModel
 from tests.program.pipelines import chunk, pipeline, plan_of
 
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}
@@ -165,6 +166,6 @@ def test_peak_of_delta_rules(num_ranks: int, recomputed: int, keeps: bool, monke
     plain = long_case(
         num_ranks=num_ranks, primitive=Primitive.RING, recomputed=recomputed, keeps=keeps, ahead=True, family="llama"
     )
-    case = staged("qwen3_5_text", plain, **DELTA)
+    case = StagedModel.of(library("qwen3_5_text", **DELTA), plain, dtype="float32")
     want = [modelled(case, program) + states(case, program) for program in case.programs]
     assert measured(case) == pytest.approx(want, rel=0.1)

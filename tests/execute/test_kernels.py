@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,13 @@ def test_values_of_other_sizes_than_keys(name: str) -> None:
     for head_dim, value_dim in WIDTHS:
         shape = replace(LONG, queries=(140, 1), own=(140, 1), head_dim=head_dim, value_dim=value_dim)
         assert_conforms(kernel, shape, dtype=dtype)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_heads_wider_than_flash_kernels_take_run_in_the_memory_efficient_one() -> None:
+    none: Any = None  # a library that must not be called
+    shape = replace(LONG, queries=(140, 1), own=(140, 1), head_dim=512, value_dim=512)
+    assert_conforms(on_cuda(FlashAttn2Kernel(none)), shape, dtype=torch.bfloat16)
 
 
 CUDA_DTYPES = (torch.float32, torch.bfloat16)

@@ -1,10 +1,10 @@
 """NVIDIA GPUs through `torch.cuda` and NCCL.
 
-Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
-preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell), flash-attn 2, torch's cuDNN kernels (as
-flash-attn 4), torch's own flash kernels. All take all pairs of a call in one launch. Where Triton is
-installed, it merges partial results and computes losses. Recurrent layers run on flash-linear-attention and
-causal-conv1d, where they are installed.
+Attention runs on torch's memory-efficient kernel in fp32 and for heads wider than others take, and on the best kernel
+available in fp16 and bf16. Order of preference: flash-attn 3 (Hopper), flash-attn 4 (Hopper, datacenter Blackwell),
+flash-attn 2, torch's cuDNN kernels (as flash-attn 4), torch's own flash kernels. All take all pairs of a call in one
+launch. Where Triton is installed, it merges partial results and computes losses. Recurrent layers run on
+flash-linear-attention and causal-conv1d, where they are installed.
 """
 
 import functools
@@ -58,8 +58,12 @@ MAX_COMMUNICATION_SMS = 64
 """NCCL has no more channels, and a channel has one thread block."""
 
 
+MAX_HALF_HEAD_DIM = 256
+"""Largest head_dim of all kernels that are for fp16 and bf16 alone."""
+
+
 class CudaKernel:
-    """Chooses a kernel by dtype and pads head_dim and value_dim for it; see `AttentionKernel`."""
+    """Chooses a kernel by dtype and head_dim, and pads head_dim and value_dim for it; see `AttentionKernel`."""
 
     def __init__(self, *, half: AttentionKernel, single: AttentionKernel) -> None:
         half = EqualWidths(half, unless=FLASH_3_WIDTHS if isinstance(half, FlashAttn3Kernel) else None)
@@ -67,27 +71,28 @@ class CudaKernel:
         self.name = f"{half.name}, {single.name} in fp32"
 
     def supports(self, query: Tensor, *, pairs: Pairs) -> bool:
-        return self._of(query.dtype).supports(query, pairs=pairs)
+        return self._of(query).supports(query, pairs=pairs)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        out, lse = self._of(query.dtype).forward(padded(query), padded(key), padded(value), pairs=pairs)
+        out, lse = self._of(query).forward(padded(query), padded(key), padded(value), pairs=pairs)
         return out[..., : value.shape[-1]], lse
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head_dim, value_dim, kernel = query.shape[-1], value.shape[-1], self._of(query.dtype)
+        head_dim, value_dim, kernel = query.shape[-1], value.shape[-1], self._of(query)
         grad_out, query, key, value, out = (padded(each) for each in (grad_out, query, key, value, out))
         dq, dk, dv = kernel.backward(grad_out, query, key, value, out, lse, pairs=pairs)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
-    def _of(self, dtype: torch.dtype) -> AttentionKernel:
+    def _of(self, query: Tensor) -> AttentionKernel:
+        dtype = query.dtype
         if dtype not in self._kernels:
             raise KernelUnavailableError(
                 f"model.dtype is {str(dtype).removeprefix('torch.')}, cuda computes attention in float32 and bfloat16; "
                 "set model.dtype to one of them"
             )
-        return self._kernels[dtype]
+        return self._kernels[dtype if query.shape[-1] <= MAX_HALF_HEAD_DIM else torch.float32]
 
 
 def half_kernels(capability: tuple[int, int], sm_margin: int) -> Iterator[AttentionKernel]:

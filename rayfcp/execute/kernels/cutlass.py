@@ -1,4 +1,5 @@
-"""CUDA attention in fp32: torch's memory-efficient kernels, `aten::_efficient_attention_forward/_backward`.
+"""CUDA attention in fp32, and in any precision of wide heads: torch's memory-efficient kernels,
+`aten::_efficient_attention_forward/_backward`.
 
 With `cu_seqlens` they take all pairs in one launch. Their natural logsumexp is `[pairs, heads, length]`, `length` the
 longest pair's queries rounded up to 32; behind a pair's own queries it is infinity, which the backward reads as a
