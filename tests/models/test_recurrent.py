@@ -25,7 +25,7 @@ from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.compiling import fault_of_compiled
 from rayfcp.models.describe import check_runs, model_config, profile_of
 from rayfcp.models.export import export_checkpoint
-from rayfcp.models.library import kept_buffers, make_library_model
+from rayfcp.models.library import kept_buffers, make_library_model, with_layers
 from rayfcp.models.pretrained import check_weights, read
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.tensor_parallel import check_tensor_parallel
@@ -212,6 +212,14 @@ def test_other_recurrences_are_refused(family: str) -> None:
     with pytest.raises(ConfigError, match=f"^model: {family} does not run, ") as caught:
         check_runs(AutoConfig.for_model(family))
     assert "\n" not in str(caught.value)
+
+
+def test_pairs_of_a_model_of_two_layers_are_no_lists_of_layers() -> None:
+    config = library("falcon_h1", num_hidden_layers=2)
+    cut = with_layers(config, 1)
+    assert (cut.num_hidden_layers, len(cut.layer_types)) == (1, 1)
+    assert cut.time_step_limit == config.time_step_limit
+    profile_of(config, name="pairs")
 
 
 def test_recurrent_layers_are_not_split() -> None:
