@@ -75,7 +75,7 @@ def test_messages_are_those_of_programs(seed: int, num_ranks: int, num_heads: in
     programs, mixer = lower(plan, with_kinds(sequences, FULL, KIND)), replace(DELTA, num_heads=num_heads)
     small = machine_of(model_of(mixer), machine(), num_ranks=plan.num_ranks)
     for number, table in enumerate(programs.scans[KIND]):
-        scans = [forwards(program)[number].scans[0].scan for program in programs]
+        scans = [forwards(program)[number].scans[0] for program in programs]
         work = ScanWork.of(table)
         halos = Counter[tuple[int, int]]()
         for scan in scans:

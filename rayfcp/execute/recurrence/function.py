@@ -133,10 +133,7 @@ class _Layer:
         transitions, and of delta rules P. `opened`: states behind first parts, of delta rules."""
         schedule, store = self._schedule, self._context.store
         increments = {
-            item: state
-            for states in opened
-            for item, state in zip(schedule.opening.items, states.detach(), strict=True)
-            if item in schedule.leading.items
+            item: state for states in opened for item, state in zip(schedule.opening.items, states, strict=True)
         }
         of = schedule.leading if self._inputs.beta is None else schedule.later
         parts = Summaries()
