@@ -75,8 +75,10 @@ def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) 
 def _with_states(
     cost: "CostModel", passes: tuple[Terms, Terms], scans: tuple[Moved, Moved], *, ranks: Floats
 ) -> tuple[Terms, Terms]:
-    """Forward and backward with recurrent layers, whose messages use the ports that shards use: traffic of shards
-    hides behind the rest of a pass only, each pass has its share of computation of it."""
+    """Forward and backward with recurrent layers, which wait for their shards apart from layers that attend. Of the
+    traffic of shards each pass has its share of computation, and forward all of the head, as `linear_forward` has it.
+    """
+    assert cost.scan is not None, "there are recurrent layers"
     shards_s = 0.0 if cost.pipeline else max(cost.shard_s - cost.exposed_s, 0.0)
     shares = cost.linear_forward, 1 - cost.linear_forward
     forward, backward = (
@@ -86,9 +88,11 @@ def _with_states(
             states_s_per_sequence=scan.s_per_sequence,
             states_s_per_token=scan.s_per_token,
             states_s=np.nan_to_num(scan.s, posinf=0.0),
-            shards_s=np.where(ranks > 1, share * shards_s, 0.0),
+            head_s_per_token=head * cost.scan.head_s_per_token / ranks,
+            apart=np.full_like(ranks, cost.scan.apart),
+            shards_s=np.full_like(ranks, share * shards_s),
         )
-        for terms, scan, share in zip(passes, scans, shares, strict=True)
+        for terms, scan, share, head in zip(passes, scans, shares, (1, 0), strict=True)
     )
     return forward, backward
 

@@ -60,8 +60,8 @@ def test_seconds_that_planners_take(recomputed: int, passes: float) -> None:
     cost = HeadsCost.from_profiles(model, hardware, recomputed_layers=recomputed, bytes_per_element=2)
     assert cost is not None
     ranks = np.array([1.0, 2.0, 3.0, 4.0, 4.0])
-    inside, crosses = np.array([1.0, 2.0, 3.0, 4.0, 2.0]), np.array([False] * 4 + [True])
-    forward, backward = cost.passes_s(ranks, parts=2, crosses=crosses, inside=inside)
+    inside = np.array([1.0, 2.0, 3.0, 4.0, 2.0])
+    forward, backward = cost.passes_s(ranks, parts=2, inside=inside)
     four = 2 * 2 * (3 * 8 + 1 + 8) / 4  # two layers, two bytes; a token is on one rank of four
     two = 2 * 2 * (2 * (3 * 8 + 1) + 8) / 2
     assert forward.s_per_token[[0, 1, 3, 4]] == pytest.approx([0, two / 1e9, 3 * four / 1e9, 2 * four / 2e8])
