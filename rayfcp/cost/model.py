@@ -154,7 +154,8 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
     scans = scans_of(cost, ranks, parts=1, crosses=crosses)
     if scans is None:
         return forward, backward
-    first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=0 * each.s) for each in scans)
+    none = np.zeros_like(ranks)
+    first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=none) for each in scans)
     return _with_states(cost, (forward, backward), (first, second), ranks=ranks)
 
 
