@@ -80,12 +80,11 @@ def simulate(
     """Replay the programs of all stages and ranks, every instruction, layer, round and message.
 
     The rules are those of `Machine` (kernels and links), `steady` (sharded parameters, gathered again
-    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
-    of `hardware.devices_per_node` devices are filled one after the other; without `layers_of_stage` layers are split
-    evenly; without `speed_of_rank` all are as fast; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is
-    absent. `recurrent_heads`: around recurrent layers ranks exchange tokens for heads, instead of states, which is only
-    simulated (their memory is counted as that of states). `detail` adds the rounds of one layer of each pass to the
-    spans. Same arguments, same timeline, in any process.
+    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Absent, `node_of_rank` fills
+    nodes of `hardware.devices_per_node` devices one after the other, `layers_of_stage` splits layers evenly,
+    `speed_of_rank` is the same for all, `bytes_per_element` is `hardware.dtype_bytes`. `recurrent_heads`: ranks exchange
+    tokens for heads around recurrent layers, not states, in simulations only. `detail` adds the rounds of one layer of
+    each pass to the spans. Same arguments, same timeline, in any process.
 
     Raises:
         ValueError: programs that would wait for ever, or a profile that makes no sense.
@@ -109,7 +108,9 @@ def simulate(
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
         draw=lambda: spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
-        account=lambda: memory_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every),
+        account=lambda: memory_over_time(
+            programs, machine=machine, outcome=outcome, gather_every=gather_every, passes_states=not recurrent_heads
+        ),
         by_rank=_breakdowns(outcome, num_ranks=machine.num_ranks),
         num_ranks=machine.num_ranks,
         num_stages=machine.num_stages,
