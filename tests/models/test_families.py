@@ -3,6 +3,8 @@
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
+from rayfcp.config import ConfigError
+from rayfcp.models.tensor_parallel import check_tensor_parallel
 from tests.execute.cases import VOCAB, Case
 from tests.models.families import assert_same, by_library, in_process
 from tests.models.folders import FOLDERS, SHAPE
@@ -76,6 +78,18 @@ OTHERS = {
 def test_other_ways_of_running_a_batch(what: str, how: str) -> None:
     config = library(what)
     assert_same(in_process(config, WAYS[how]), by_library(config, WAYS[how]), what=(what, how))
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_in_fp32(what: str) -> None:
+    config = library(what)
+    assert_same(in_process(config, CASES[2], dtype="float32"), by_library(config, CASES[2]), what=what, bound=1e-5)
+
+
+def test_sinks_are_not_split() -> None:
+    for family in ("gpt_oss", "granite_swa"):
+        with pytest.raises(ConfigError, match=f"tensor_parallel is 2, must be 1 with {family}"):
+            check_tensor_parallel(AutoConfig.for_model(family), 2)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ FAMILIES = {
     "gemma3": THREE,
     "qwen3_moe": THREE,
     "qwen2_moe, shared experts": TWO,
+    "gemma2, capped": THREE,
+    "gpt_oss, sinks": TWO,
     "deepseek_v3": TWO,
     "youtu, yarn": TWO,
 }

@@ -4,6 +4,7 @@ sequence by sequence; what they start from and what is exported is the library's
 import math
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.tensor_parallel import check_tensor_parallel
 from tests.execute.cases import CASES, VOCAB, Case
 from tests.execute.gloo import joined, on_processes
-from tests.models.families import Result, assert_same, by_library, in_process
+from tests.models.families import Result, assert_same, by_library, errors, in_process
 from tests.models.in_shards import result_in_shards
 from tests.models.recurrent import FAMILIES, library
 from tests.models.ways import assert_stages_same
@@ -57,6 +58,20 @@ def test_ranks_compute_what_one_process_does(family: str) -> None:
     config = library(family)
     for case in RANKS[family]:
         assert_same(in_process(config, case), by_library(config, case), what=(family, case))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bamba"])
+def test_fp32_is_as_near_to_fp64_as_the_library_s(family: str) -> None:
+    """By 1e-5, or by twice its error. Gradients of gates are small differences of large sums, which roundings change by
+    chance: medians of several weights."""
+    config, case, found = library(family), CASES[2], []
+    for noise in range(5):
+        want = by_library(config, case, noise=noise)
+        single = [run(config, case, dtype="float32", noise=noise) for run in (in_process, by_library)]
+        found.append([errors(each, want) for each in single])
+    for name in found[0][0]:
+        ours, theirs = (median(each[which][name] for each in found) for which in (0, 1))
+        assert ours <= max(1e-5, 2 * theirs), (name, ours, theirs)
 
 
 @pytest.mark.parametrize(("family", "layers_of_stage"), [("qwen3_next", (2, 1, 1)), ("bamba", (1, 3))])
