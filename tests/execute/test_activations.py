@@ -1,10 +1,11 @@
 """Stages keep between passes what the memory model predicts (InfiniPipe, Eqs. 5-10)."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import pytest
+from transformers import PreTrainedConfig
 
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.cost.memory import LayersBytes
@@ -21,7 +22,8 @@ from tests.execute.cases import CaseTokens
 from tests.execute.dense import run_ranks
 from tests.execute.live import LiveBytes, UncountedTransport
 from tests.execute.staged import Fabrics, StagedCase
-from tests.models.recurrent import staged
+from tests.models.families import with_kinds
+from tests.models.recurrent import library
 from tests.program.pipelines import chunk, pipeline, plan_of
 
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}
@@ -146,6 +148,15 @@ DELTA = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaCase(StagedCase):
+    """A case whose model has delta rules in most layers."""
+
+    @property
+    def library(self) -> PreTrainedConfig:
+        return library("qwen3_5_text", **DELTA)
+
+
 def states(case: StagedCase, program: RankProgram) -> int:
     """Bytes of states of short parts beyond those that are counted by token, of all microbatches."""
     model, found = profile_of(case.library, name="tiny"), 0
@@ -165,6 +176,7 @@ def test_peak_of_delta_rules(num_ranks: int, recomputed: int, keeps: bool, monke
     plain = long_case(
         num_ranks=num_ranks, primitive=Primitive.RING, recomputed=recomputed, keeps=keeps, ahead=True, family="llama"
     )
-    case = staged("qwen3_5_text", plain, **DELTA)
+    held = {each.name: getattr(plain, each.name) for each in fields(plain)}
+    case = DeltaCase(**held | {"sequences": tuple(with_kinds(plain.sequences, library("qwen3_5_text", **DELTA)))})
     want = [modelled(case, program) + states(case, program) for program in case.programs]
     assert measured(case) == pytest.approx(want, rel=0.1)
