@@ -82,9 +82,9 @@ def simulate(
     The rules are those of `Machine` (kernels and links), `steady` (sharded parameters, gathered again
     `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Absent, `node_of_rank` fills
     nodes of `hardware.devices_per_node` devices one after the other, `layers_of_stage` splits layers evenly,
-    `speed_of_rank` is the same for all, `bytes_per_element` is `hardware.dtype_bytes`. `recurrent_heads`: ranks exchange
-    tokens for heads around recurrent layers, not states, in simulations only. `detail` adds the rounds of one layer of
-    each pass to the spans. Same arguments, same timeline, in any process.
+    `speed_of_rank` is the same for all, `bytes_per_element` is `hardware.dtype_bytes`. `recurrent_heads`: ranks
+    exchange tokens for heads around recurrent layers, not states, in simulations only. `detail` adds the rounds of one
+    layer of each pass to the spans. Same arguments, same timeline, in any process.
 
     Raises:
         ValueError: programs that would wait for ever, or a profile that makes no sense.
