@@ -80,11 +80,10 @@ def simulate(
     """Replay the programs of all stages and ranks, every instruction, layer, round and message.
 
     The rules are those of `Machine` (kernels and links), `steady` (sharded parameters, gathered again
-    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Absent, `node_of_rank` fills
-    nodes of `hardware.devices_per_node` devices one after the other, `layers_of_stage` splits layers evenly,
-    `speed_of_rank` is the same for all, `bytes_per_element` is `hardware.dtype_bytes`. `recurrent_heads`: ranks
-    exchange tokens for heads around recurrent layers, not states, in simulations only. `detail` adds the rounds of one
-    layer of each pass to the spans. Same arguments, same timeline, in any process.
+    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). By default nodes of
+    `hardware.devices_per_node` devices are filled one after the other, layers are split evenly, all ranks are as fast,
+    numbers have `hardware.dtype_bytes` bytes. `recurrent_heads`: ranks exchange tokens for heads around recurrent
+    layers, not states. `detail` adds rounds of one layer of each pass. Same arguments, same timeline, in any process.
 
     Raises:
         ValueError: programs that would wait for ever, or a profile that makes no sense.
@@ -109,12 +108,9 @@ def simulate(
         iteration_s=float(outcome.end_s.max()),
         draw=lambda: spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
         account=lambda: memory_over_time(
-            programs, machine=machine, outcome=outcome, gather_every=gather_every, passes_states=not recurrent_heads
+            programs, machine=machine, outcome=outcome, gather_every=gather_every, by_heads=recurrent_heads
         ),
         by_rank=_breakdowns(outcome, num_ranks=machine.num_ranks),
-        num_ranks=machine.num_ranks,
-        num_stages=machine.num_stages,
-        peak_flops=hardware.peak_flops,
         **_amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded),
     )
 
@@ -127,7 +123,7 @@ def _amounts(
     held: Floats,
     encoded: EncoderWork | None,
 ) -> dict[str, Any]:
-    """Fields of the timeline: loads of devices; tokens and operations, those of padding not counted."""
+    """Fields of the timeline: devices and their loads; tokens and operations, those of padding not counted."""
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
@@ -136,6 +132,9 @@ def _amounts(
     num_tokens = sum(sum(row) for row in of_ranks)
     linear_flops = (1 + machine.model.linear_backward) * machine.model.linear_flops_per_token * num_tokens
     return {
+        "num_ranks": machine.num_ranks,
+        "num_stages": machine.num_stages,
+        "peak_flops": machine.hardware.peak_flops,
         "loads": replace(loads, encoder_s=_rows(encoded.seconds(machine))) if encoded else loads,
         "num_tokens": num_tokens,
         "attention_flops": flops,

@@ -61,7 +61,8 @@ class Terms(NamedTuple):
         tokens = np.asarray(num_tokens, np.float64)
         moved = tokens if moved_tokens is None else np.asarray(moved_tokens, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
-        return np.asarray(pass_s(self, np.asarray(pairs, np.float64), tokens, moved, sequences))
+        usual_s = pass_s(self, np.asarray(pairs, np.float64), tokens, moved)
+        return np.asarray(recurrent_s(self, usual_s, tokens, moved, sequences))
 
     def lines(self) -> tuple[Plane, ...]:
         """The planes (s per pair, s per token, s) of which `pass_s`, but for `states_s_per_sequence`, is the largest
@@ -113,9 +114,8 @@ def table_of(passes: Sequence[Terms]) -> npt.NDArray[np.void]:
     return table
 
 
-def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:
-    """Seconds of a pass over `pairs` and `tokens` of so many sequences, of which the keys and values of `moved_tokens`
-    travel.
+def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
+    """Seconds of a pass over `pairs` and `tokens` of which the keys and values of `moved_tokens` travel.
 
     attention = pairs x `attention_s_per_pair` + tokens x `attention_s_per_token`, moved = tokens x `moved_s_per_token`
     + `moved_s`. The pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved - `overlap` x hidden, and
@@ -125,20 +125,25 @@ def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any, sequences: An
     - `cover` x attention: the first piece is computed when nothing moves yet, or the last when nothing moves any more;
     - `steady` x attention + edges, edges = tokens x `edges_s_per_token` + `edges_s`: first and last rounds move less
       than those between, beside attention that they do not fill.
-
-    Recurrent layers of a group that cuts sequences add sequences x `states_s_per_sequence` + tokens x
-    `states_s_per_token` + `states_s`, which nothing hides. Where there are such layers, each kind waits for its own
-    shards, which are gathered one layer ahead: the share `apart` of layers, which do not attend, takes its share of
-    `shards_s` at least, the others theirs and what moves, which uses the same ports. The head (`head_s_per_token` of
-    linear layers) hides none.
     """
     attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
     moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
     can_hide_s = moved_s - (terms.tail_s_per_token * moved_tokens + terms.tail_s)
     steady_s = terms.steady * attention_s + terms.edges_s_per_token * moved_tokens + terms.edges_s
     hidden_s = np.minimum(can_hide_s, np.minimum(terms.cover * attention_s, steady_s))
-    usual_s = attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+    return attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+
+
+def recurrent_s(terms: Any, usual_s: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:
+    """Seconds of a pass with recurrent layers, `usual_s` (`pass_s`) without states; the same where there are none.
+
+    States of cut sequences add sequences x `states_s_per_sequence` + tokens x `states_s_per_token` + `states_s`, which
+    nothing hides. Each kind of layers waits for its own shards, which are gathered one layer ahead: the share `apart`
+    of layers, which do not attend, takes its share of `shards_s` at least, the others theirs and what moves, which uses
+    the same ports. The head (`head_s_per_token` of linear layers) hides none.
+    """
     states_s = terms.states_s + terms.states_s_per_token * tokens + terms.states_s_per_sequence * sequences
+    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
     head_s = terms.head_s_per_token * tokens
     apart_s = terms.apart * (terms.linear_s_per_token * tokens + terms.fixed_s - head_s)
     apart_shards_s = terms.apart * terms.shards_s
