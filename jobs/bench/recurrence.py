@@ -6,8 +6,9 @@
 `kernels`: seconds of our kernel in chunks and of the library's functions in torch, in turn, one thread, the best of
 some rounds each; the ratio is above 1 where ours is faster. `ranks`: a causal convolution and a gated delta rule,
 forward and backward, on processes that exchange states over gloo. `cut`: one sequence over all ranks, two parts each;
-`whole`: a sequence of as many tokens on each rank, which exchanges nothing; in turn, the best of some rounds. Ranks
-share this machine's cores, so the difference has the work of both passes over summaries as well as messages.
+`whole`: a sequence of as many tokens on each rank, which exchanges nothing; in turn, the slowest rank counts, medians
+over some rounds, of their ratio too. Ranks share this machine's cores, so the difference has the work of summaries as
+well as messages.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -66,12 +68,15 @@ def main() -> None:
             compare_kernels(tokens, rounds=given.rounds)
         return
     for degree in given.degrees:
-        for tokens, (cut_s, whole_s) in measure_ranks(
+        for tokens, rounds in measure_ranks(
             given.tokens or [256, 1024, 4096], degree=degree, rounds=given.rounds
         ).items():
+            cut_s, whole_s, ratio = (
+                median(each) for each in zip(*((*of, of[0] / of[1]) for of in rounds), strict=True)
+            )
             print(  # noqa: T201
                 f"{degree} ranks, {tokens:5d} tokens each: cut {cut_s * 1e3:7.1f} ms, whole {whole_s * 1e3:7.1f} ms, "
-                f"difference {(cut_s - whole_s) * 1e3:6.1f} ms, {cut_s / whole_s - 1:.0%}"
+                f"ratio {ratio:.2f}"
             )
 
 
@@ -175,8 +180,8 @@ def mamba_2(tokens: int) -> tuple[Run, Run]:
     return ours, theirs
 
 
-def measure_ranks(tokens: Sequence[int], *, degree: int, rounds: int) -> dict[int, tuple[float, float]]:
-    """Seconds of the slowest rank, cut and whole, by tokens of a rank."""
+def measure_ranks(tokens: Sequence[int], *, degree: int, rounds: int) -> dict[int, list[tuple[float, float]]]:
+    """Seconds of the slowest rank, cut and whole, in each round, by tokens of a rank."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
@@ -189,7 +194,10 @@ def measure_ranks(tokens: Sequence[int], *, degree: int, rounds: int) -> dict[in
             if each.exitcode:
                 raise SystemExit(f"a rank ended with code {each.exitcode}")
         found = [results.get() for _ in ranks]
-    return {at: tuple(max(each[at][which] for each in found) for which in (0, 1)) for at in tokens}  # type: ignore[misc]
+    return {
+        at: [(max(one for one, _ in ranks), max(other for _, other in ranks)) for ranks in zip(*each, strict=True)]
+        for at, each in ((at, [of[at] for of in found]) for at in tokens)
+    }
 
 
 def _rank(
@@ -198,7 +206,7 @@ def _rank(
     file: str,
     tokens: list[int],
     rounds: int,
-    results: "multiprocessing.SimpleQueue[dict[int, tuple[float, float]]]",
+    results: "multiprocessing.SimpleQueue[dict[int, list[tuple[float, float]]]]",
 ) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(file, degree)
@@ -215,7 +223,8 @@ def _rank(
                 times += _both(run)
             return times[0], times[1]
 
-        found[count] = timed(both, rounds=rounds)
+        both()
+        found[count] = [both() for _ in range(rounds)]
     results.put(found)
     dist.barrier()
     dist.destroy_process_group()

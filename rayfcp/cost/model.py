@@ -75,8 +75,10 @@ def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) 
 def _with_states(
     cost: "CostModel", passes: tuple[Terms, Terms], scans: tuple[Moved, Moved], *, ranks: Floats
 ) -> tuple[Terms, Terms]:
-    """Forward and backward with recurrent layers, whose messages use the ports that shards use: traffic of shards
-    hides behind the rest of a pass only, each pass has its share of computation of it."""
+    """Forward and backward with recurrent layers, which wait for their shards apart from layers that attend. Of the
+    traffic of shards each pass has its share of computation, and forward all of the head, as `linear_forward` has it.
+    """
+    assert cost.scan is not None, "there are recurrent layers"
     shards_s = 0.0 if cost.pipeline else max(cost.shard_s - cost.exposed_s, 0.0)
     shares = cost.linear_forward, 1 - cost.linear_forward
     forward, backward = (
@@ -86,9 +88,11 @@ def _with_states(
             states_s_per_sequence=scan.s_per_sequence,
             states_s_per_token=scan.s_per_token,
             states_s=np.nan_to_num(scan.s, posinf=0.0),
-            shards_s=np.where(ranks > 1, share * shards_s, 0.0),
+            head_s_per_token=head * cost.scan.head_s_per_token / ranks,
+            apart=np.full_like(ranks, cost.scan.apart),
+            shards_s=np.full_like(ranks, share * shards_s),
         )
-        for terms, scan, share in zip(passes, scans, shares, strict=True)
+        for terms, scan, share, head in zip(passes, scans, shares, (1, 0), strict=True)
     )
     return forward, backward
 
@@ -150,7 +154,8 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
     scans = scans_of(cost, ranks, parts=1, crosses=crosses)
     if scans is None:
         return forward, backward
-    first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=0 * each.s) for each in scans)
+    none = np.zeros_like(ranks)
+    first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=none) for each in scans)
     return _with_states(cost, (forward, backward), (first, second), ranks=ranks)
 
 

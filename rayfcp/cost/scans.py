@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import flops_per_s, inter_bandwidth
+from rayfcp.cost.analytic import LINEAR_BACKWARD, flops_per_s, inter_bandwidth
 from rayfcp.values import HardwareProfile, ModelProfile, RecurrenceProfile
 from rayfcp.values.arrays import Floats
 from rayfcp.values.mixers import STATE_BYTES
@@ -28,7 +28,26 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScanCost:
+class UnlikeLayers:
+    """Layers that do not attend are the share `apart` of all, by parameters; the head takes `head_s_per_token`, forward
+    and backward together."""
+
+    apart: float
+    head_s_per_token: float
+
+    @staticmethod
+    def fields_of(model: ModelProfile, hardware: HardwareProfile, *, bytes_per_element: int) -> dict[str, float]:
+        """Both, by name."""
+        sizes = [(model.parameters_of([each]), each.attention is None) for each in model.every_layer]
+        head_flops = 2.0 * model.head_parameters * (1 + model.linear_backward)
+        return {
+            "apart": sum(size for size, is_apart in sizes if is_apart) / sum(size for size, _ in sizes),
+            "head_s_per_token": head_flops / flops_per_s(hardware, bytes_per_element=bytes_per_element)[1],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanCost(UnlikeLayers):
     """Cost of cut sequences in all recurrent layers together (`rayfcp.program.scan`).
 
     Forward, each part of a sequence moves `transition_bytes`, |T|, and twice `state_bytes`, |U| and |S|, in two rounds;
@@ -63,6 +82,7 @@ class ScanCost:
         _, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         recurrent = [each for each in mixers if isinstance(each, RecurrenceProfile)]
         return cls(
+            **cls.fields_of(model, hardware, bytes_per_element=bytes_per_element),
             num_heads=min((max(each.num_heads, 1) for each in recurrent), default=1),
             transition_bytes=float(STATE_BYTES * transitions),
             state_bytes=float(STATE_BYTES * states),
@@ -100,11 +120,12 @@ class ScanCost:
     def forward_only(self) -> "ScanCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
         forward = self.transition_bytes + 2 * self.state_bytes + self.halo_bytes
-        return dataclasses.replace(self, share=self.share * forward / (2 * forward - self.transition_bytes or 1))
+        share = self.share * forward / (2 * forward - self.transition_bytes or 1)
+        return dataclasses.replace(self, share=share, head_s_per_token=self.head_s_per_token / (1 + LINEAR_BACKWARD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadsCost:
+class HeadsCost(UnlikeLayers):
     """Cost of recurrent layers around which ranks exchange tokens for heads and back, all layers together, as
     Megatron-LM does (`megatron/core/ssm/mamba_context_parallel.py`). Nothing hides it; runs of rayfcp use scans.
 
@@ -135,6 +156,7 @@ class HeadsCost:
             return None
         keys = sum(each.key_elements for each in mixers)
         return cls(
+            **cls.fields_of(model, hardware, bytes_per_element=bytes_per_element),
             num_heads=math.gcd(*(each.num_heads for each in mixers)),
             num_key_heads=min(each.num_key_heads for each in mixers),
             split_bytes=float(bytes_per_element * (sum(sum(each.exchanged_by_heads(1)) for each in mixers) - keys)),
@@ -159,4 +181,5 @@ class HeadsCost:
     def forward_only(self) -> "HeadsCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
         halved = {name: getattr(self, name) / 2 for name in ("split_bytes", "key_bytes", "latency_s")}
-        return dataclasses.replace(self, **halved, repeated=0.0)
+        head_s = self.head_s_per_token / (1 + LINEAR_BACKWARD)
+        return dataclasses.replace(self, **halved, repeated=0.0, head_s_per_token=head_s)

@@ -58,6 +58,13 @@ _NARROW = {
 _LAYER_LISTS = ("layers", "h", "blocks")
 """Names of a decoder's list of layers, by family."""
 
+_PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "attention_layers", "moe_layers"),
+    *("no_rope_layers", "layer_rope_theta", "num_attention_heads_per_layer", "full_attn_idxs"),
+    *("intermediate_size", "activation_sparsity_pattern"),
+)
+"""Keys of lists with an entry per layer; others, such as pairs of bounds, may be as long by chance."""
+
 
 MARK = ".lora_"
 """In the names of all parameters of adapters, and of no others."""
@@ -187,12 +194,12 @@ def _keys_of_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
 
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with at most the first `num_layers` layers; lists with an entry per layer are cut as well."""
+    """A copy with at most the first `num_layers` layers; `_PER_LAYER` lists are cut as well."""
     copied = copy.deepcopy(config)
     before = config.num_hidden_layers
     num_layers = min(num_layers, before)
     for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and len(value) == before and name != "architectures":
+        if name in _PER_LAYER and isinstance(value, list | tuple) and len(value) == before:
             setattr(copied, name, value[:num_layers])
     copied.num_hidden_layers = num_layers
     if getattr(config, "num_kv_shared_layers", None):

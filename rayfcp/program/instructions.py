@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rayfcp.values import FULL, LayerKind
 
 if TYPE_CHECKING:
-    from rayfcp.program.scan import LayerScan
+    from rayfcp.program.scan import ScanProgram
 
 Range = tuple[int, int]
 
@@ -441,7 +441,7 @@ class Forward:
     recomputed_layers: int
     kind: LayerKind = FULL
     others: tuple[LayerAttention, ...] = ()
-    scans: tuple["LayerScan", ...] = ()
+    scans: tuple["ScanProgram", ...] = ()
     keeps_attention: bool = False
 
     @property

@@ -34,7 +34,7 @@ from rayfcp.program.instructions import (
 from rayfcp.program.pieces import Pieces
 from rayfcp.program.programs import Attention, Programs, scan_tables
 from rayfcp.program.progress import hand_overs_stuck
-from rayfcp.program.scan import LayerScan
+from rayfcp.program.scan import ScanProgram
 from rayfcp.program.scans import ScanTable
 from rayfcp.program.table import AttentionTable, Units
 from rayfcp.program.windows import windowed
@@ -134,7 +134,7 @@ def _outline(
             forward_pass(
                 at,
                 [LayerAttention(kind=kind, attention=_padding(tables[at])) for kind, tables in attention.items()],
-                scans=[LayerScan(kind=kind, scan=tables[at].padding()) for kind, tables in scans.items()],
+                scans=[tables[at].padding() for tables in scans.values()],
             )
             for at in range(num_microbatches)
         ],
@@ -233,7 +233,7 @@ def _neighbours(plan: BatchPlan, stage: int) -> tuple[int | None, int | None]:
 
 
 def _keeps(passed: Forward) -> bool:
-    return any(each.attention.inner.kept for each in passed.kinds) or any(each.scan.tails for each in passed.scans)
+    return any(each.attention.inner.kept for each in passed.kinds) or any(each.tails for each in passed.scans)
 
 
 def _passed_forward(
@@ -256,7 +256,7 @@ def _passed_forward(
     return instructions
 
 
-def forward_pass(microbatch: int, kinds: Sequence[LayerAttention], *, scans: Sequence[LayerScan] = ()) -> Forward:
+def forward_pass(microbatch: int, kinds: Sequence[LayerAttention], *, scans: Sequence[ScanProgram] = ()) -> Forward:
     """A forward pass that recomputes nothing, of layers of these kinds, ascending."""
     first, *others = kinds
     return Forward(

@@ -23,7 +23,7 @@ from rayfcp.program.instructions import (
     Send,
 )
 from rayfcp.program.pieces import Pieces
-from rayfcp.program.scan import LayerScan, ScanProgram
+from rayfcp.program.scan import ScanProgram
 from rayfcp.program.scans import ScanTable, parts_of
 from rayfcp.program.table import AttentionTable
 from rayfcp.values import LayerKind, RecurrentKind
@@ -137,7 +137,7 @@ class Programs(Sequence[RankProgram]):
             return self.encodes[at][rank]
         if isinstance(item, Forward):
             views = [LayerAttention(kind=kind, attention=self._view(self.attention[kind][at], rank)) for kind in kinds]
-            scanned = tuple(LayerScan(kind=kind, scan=self._scan(self.scans[kind][at], rank)) for kind in scans)
+            scanned = tuple(self._scan(self.scans[kind][at], rank) for kind in scans)
             return replace(item, attention=views[0].attention, others=tuple(views[1:]), scans=scanned)
         if isinstance(item, Send | Receive):
             return replace(item, num_tokens=int(self.attention[kinds[0]][at].tokens[rank]))

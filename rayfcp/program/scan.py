@@ -29,7 +29,7 @@ added (`Payload.HALO_GRAD`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rayfcp.program.instructions import Range
@@ -136,20 +136,12 @@ class ScanProgram:
     kind: RecurrentKind
     num_tokens: int
     segments: tuple[Segment, ...]
-    heads: tuple[ChainEnd, ...]
-    tails: tuple[ChainEnd, ...]
-    chains: Mapping[int, Chain]
-    summaries: StateRound
-    states: StateRound
-    adjoints: StateRound
-    state_grads: StateRound
-    halos: tuple[HaloCopy, ...]
-    num_halo_rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerScan:
-    """The recurrence of a stage's layers of one kind."""
-
-    kind: RecurrentKind
-    scan: ScanProgram
+    heads: tuple[ChainEnd, ...] = ()
+    tails: tuple[ChainEnd, ...] = ()
+    chains: Mapping[int, Chain] = field(default_factory=dict)
+    summaries: StateRound = StateRound()
+    states: StateRound = StateRound()
+    adjoints: StateRound = StateRound()
+    state_grads: StateRound = StateRound()
+    halos: tuple[HaloCopy, ...] = ()
+    num_halo_rows: int = 0

@@ -247,22 +247,13 @@ class ScanTable:
 
     def padding(self) -> ScanProgram:
         """That of a rank with a token of padding, which keeps something if any rank does."""
-        none = StateRound()
         tail = ChainEnd(sequence=-1, chain=-1, part=0, rows=(0, 0))
         return ScanProgram(
             rank=0,
             kind=self.kind,
             num_tokens=1,
             segments=(Segment(rows=(0, 1), chain=-1, part=0, halo=(0, 0)),),
-            heads=(),
             tails=(tail,) if self.is_tail.any() else (),
-            chains={},
-            summaries=none,
-            states=none,
-            adjoints=none,
-            state_grads=none,
-            halos=(),
-            num_halo_rows=0,
         )
 
     def _chain(self, number: int) -> Chain:

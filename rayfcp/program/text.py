@@ -103,7 +103,7 @@ def _forward_lines(item: Forward) -> Iterator[str]:
     for kind in item.others:
         yield from _attention_lines(str(kind.kind), kind.attention.inner)
     for each in item.scans:
-        yield from _scan_lines(each.scan)
+        yield from _scan_lines(each)
 
 
 def _scan_lines(scan: ScanProgram) -> Iterator[str]:

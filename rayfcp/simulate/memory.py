@@ -41,10 +41,11 @@ class _Pass:
 
 
 def memory_over_time(
-    programs: Programs, *, machine: Machine, outcome: ReplayOutcome, gather_every: Every
+    programs: Programs, *, machine: Machine, outcome: ReplayOutcome, gather_every: Every, by_heads: bool = False
 ) -> tuple[tuple[Sample, ...], ...]:
     """Samples of each device: states, gathered layers, unreduced gradients and a chunk's logits all along (their memory
-    is never given back), and activations from the start of a forward pass to the end of its backward pass."""
+    is never given back), and activations from the start of a forward pass to the end of its backward pass; those of
+    recurrent layers keep states of parts unless ranks exchange tokens for heads (`by_heads`)."""
     if programs.forward_only:
         return _forward_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every)
     first = programs.outlines[0].instructions
@@ -70,7 +71,7 @@ def memory_over_time(
             bytes_per_element=machine.bytes_per_element,
             reduce_every=reduce_every,
         )
-        one = _Stage(programs, outline.stage, machine=machine, base_bytes=base_bytes)
+        one = _Stage(programs, outline.stage, machine=machine, base_bytes=base_bytes, by_heads=by_heads)
         for device in range(outline.stage * machine.num_ranks, (outline.stage + 1) * machine.num_ranks):
             instants, times = outcome.plot(device).instants, outcome.times(device)
             passes = _passes(timed(outline), instants=instants, times=times)
@@ -125,7 +126,7 @@ def _passes(instructions: Sequence[Instruction], *, instants: Sequence[Instants]
 class _Stage:
     """The memory of the devices of a stage, `base_bytes` of which are in use all along."""
 
-    def __init__(self, programs: Programs, stage: int, *, machine: Machine, base_bytes: int) -> None:
+    def __init__(self, programs: Programs, stage: int, *, machine: Machine, base_bytes: int, by_heads: bool) -> None:
         self._programs, self._machine, self._base_bytes = programs, machine, base_bytes
         self._instructions = programs.outlines[stage].instructions
         self._part = Stage(
@@ -139,7 +140,8 @@ class _Stage:
             kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(stage).kinds),
         )
         self._per_token: dict[tuple[int, bool], int] = {}
-        self._scans = _scans_beyond(programs, machine.part(stage).layers, bytes_per_element=machine.bytes_per_element)
+        layers = () if by_heads else machine.part(stage).layers
+        self._scans = _scans_beyond(programs, layers, bytes_per_element=machine.bytes_per_element)
 
     def samples(self, passes: Iterator[_Pass], rank: int, *, ending: int) -> tuple[Sample, ...]:
         """One stage, which needs `ending` bytes more as gradients of embedding and head are summed. Activations of an

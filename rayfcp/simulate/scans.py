@@ -101,7 +101,7 @@ class _Layer:
             self.round(before, half=token * mixer.is_delta),
             self.round(moved=self._summaries),
             self.round(moved=self._states),
-            self.round(behind, half=token * (behind > 0)),
+            self.round(behind, half=np.where(behind > 0, token, 0.0)),
         ]
 
     def round(

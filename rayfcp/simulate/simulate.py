@@ -80,12 +80,10 @@ def simulate(
     """Replay the programs of all stages and ranks, every instruction, layer, round and message.
 
     The rules are those of `Machine` (kernels and links), `steady` (sharded parameters, gathered again
-    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
-    of `hardware.devices_per_node` devices are filled one after the other; without `layers_of_stage` layers are split
-    evenly; without `speed_of_rank` all are as fast; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is
-    absent. `recurrent_heads`: around recurrent layers ranks exchange tokens for heads, instead of states, which is only
-    simulated (their memory is counted as that of states). `detail` adds the rounds of one layer of each pass to the
-    spans. Same arguments, same timeline, in any process.
+    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). By default nodes of
+    `hardware.devices_per_node` devices are filled one after the other, layers are split evenly, all ranks are as fast,
+    numbers have `hardware.dtype_bytes` bytes. `recurrent_heads`: ranks exchange tokens for heads around recurrent
+    layers, not states. `detail` adds rounds of one layer of each pass. Same arguments, same timeline, in any process.
 
     Raises:
         ValueError: programs that would wait for ever, or a profile that makes no sense.
@@ -109,11 +107,10 @@ def simulate(
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
         draw=lambda: spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
-        account=lambda: memory_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every),
+        account=lambda: memory_over_time(
+            programs, machine=machine, outcome=outcome, gather_every=gather_every, by_heads=recurrent_heads
+        ),
         by_rank=_breakdowns(outcome, num_ranks=machine.num_ranks),
-        num_ranks=machine.num_ranks,
-        num_stages=machine.num_stages,
-        peak_flops=hardware.peak_flops,
         **_amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded),
     )
 
@@ -126,7 +123,7 @@ def _amounts(
     held: Floats,
     encoded: EncoderWork | None,
 ) -> dict[str, Any]:
-    """Fields of the timeline: loads of devices; tokens and operations, those of padding not counted."""
+    """Fields of the timeline: devices and their loads; tokens and operations, those of padding not counted."""
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
@@ -135,6 +132,9 @@ def _amounts(
     num_tokens = sum(sum(row) for row in of_ranks)
     linear_flops = (1 + machine.model.linear_backward) * machine.model.linear_flops_per_token * num_tokens
     return {
+        "num_ranks": machine.num_ranks,
+        "num_stages": machine.num_stages,
+        "peak_flops": machine.hardware.peak_flops,
         "loads": replace(loads, encoder_s=_rows(encoded.seconds(machine))) if encoded else loads,
         "num_tokens": num_tokens,
         "attention_flops": flops,

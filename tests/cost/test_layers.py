@@ -216,7 +216,7 @@ def test_groups_that_cut_many_recurrent_sequences_take_what_is_predicted(
     plan, sequences = pass_plan(shape, num_ranks=32, recomputed_layers=0)
     group_s = cost.group_s(shape.num_pairs, count * tokens, degree=degree, num_sequences=count)
     simulated_s = simulate(lower(plan, sequences), model=model, hardware=HARDWARE).iteration_s
-    assert simulated_s == pytest.approx(cost.microbatch_s(float(group_s), last=True), rel=0.1)
+    assert simulated_s == pytest.approx(cost.microbatch_s(float(group_s), last=True), rel=0.12)
 
 
 def test_latents_travel_in_place_of_keys_and_values_and_are_expanded_where_they_come() -> None:

@@ -1,6 +1,7 @@
 """Kernels of recurrent layers equal the recurrence token by token; libraries are used as they document, where they
 agree."""
 
+import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -112,6 +113,20 @@ def test_chunks(
         inputs = inputs.of([each.to(cast).double() for each, cast in zip(inputs.tensors, dtypes, strict=False)])
         state = state.float().double()
     assert_conforms(ChunkedKernel(saves_inputs=False), inputs, state, lengths=tuple(lengths), dtype=dtype)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_sequences_are_affine_maps_of_states(diagonal: bool) -> None:
+    """As a kernel finds them that is not told which values are 0, and as it makes outputs and states."""
+    lengths, kernel = (70, 3, 64), ChunkedKernel(saves_inputs=True)
+    inputs, before = random_inputs(list(lengths), delta=True, diagonal=diagonal)
+    local, _ = kernel(inputs, lengths=lengths, state=None)
+    out, behind = kernel(inputs, lengths=lengths, state=before)
+    for summarize in (kernel.summarize, functools.partial(RecurrenceKernel.summarize, kernel)):
+        readout, increments, transitions = summarize(inputs, lengths=lengths)
+        read = [torch.einsum("thk,hkv->thv", *each) for each in zip(readout.split(lengths), before, strict=True)]
+        torch.testing.assert_close(local + torch.cat(read), out, rtol=0, atol=1e-12)
+        torch.testing.assert_close(transitions @ before + increments, behind, rtol=0, atol=1e-12)
 
 
 RULES = [(delta, diagonal) for delta in (False, True) for diagonal in (False, True)]

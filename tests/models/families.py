@@ -74,27 +74,27 @@ def with_kinds(sequences: Sequence[SequenceSpec], config: PreTrainedConfig) -> l
     return [replace(each, layer_kinds=kinds) for each in sequences]
 
 
-def disturbed(config: PreTrainedConfig, *, dtype: str = DTYPE) -> CausalLM:
-    """A whole model in which no norm, bias or gate has a value that hides a difference; the same each time."""
+def disturbed(config: PreTrainedConfig, *, dtype: str = DTYPE, noise: int = 0) -> CausalLM:
+    """A whole model in which no norm, bias or gate has a value that hides a difference; the same for the same noise."""
     model = random_model(copy.deepcopy(config), dtype=dtype, seed=SEED)
-    disturb(model)
+    disturb(model, noise)
     return model
 
 
 @torch.no_grad()
-def disturb(model: nn.Module) -> None:
+def disturb(model: nn.Module, seed: int = 0) -> None:
     """Add noise to all parameters of a whole model."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.add_(noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1))
 
 
-def by_library(config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE) -> Result:
+def by_library(config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE, noise: int = 0) -> Result:
     """Each sequence alone, by the library's own masks and attention: some families mix those of a row."""
     keywords = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords).to(DTYPES[dtype]).train()
-    model.load_state_dict(disturbed(config, dtype=dtype).model.state_dict())
+    model.load_state_dict(disturbed(config, dtype=dtype, noise=noise).model.state_dict())
     for module in model.modules():
         if hasattr(module, "decay_factors"):  # tables of factors have the precision in which they were made
             module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
@@ -115,9 +115,9 @@ def gradients_of(model: nn.Module, prefix: str = "") -> Gradients:
     return {f"{prefix}{name}": zero if each.grad is None else each.grad for name, each in model.named_parameters()}
 
 
-def in_process(config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE) -> Result:
+def in_process(config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE, noise: int = 0) -> Result:
     """All ranks are threads, and hold whole models."""
-    first = disturbed(config, dtype=dtype)
+    first = disturbed(config, dtype=dtype, noise=noise)
     models = [copy.deepcopy(first) for _ in range(case.num_ranks)]
     programs = lower(case.plan(), with_kinds(case.sequences, config), reduce_every=case.reduce_every)
     fabric, tokens = Fabric(case.num_ranks), CaseTokens(case)
@@ -174,11 +174,18 @@ def put_logits(logits: Tensor, hidden: Tensor, *, program: RankProgram, case: Ca
     assert at == len(hidden)
 
 
-def assert_same(found: Result, want: Result, *, what: object = ()) -> None:
+def assert_same(found: Result, want: Result, *, what: object = (), bound: float = BOUND) -> None:
     """Loss, logits and gradients, relative to their norms."""
-    assert abs(found.loss - want.loss) <= BOUND * abs(want.loss), (what, found.loss, want.loss)
-    assert float((found.logits - want.logits).norm() / want.logits.norm()) <= BOUND, (what, "logits")
+    assert abs(found.loss - want.loss) <= bound * abs(want.loss), (what, found.loss, want.loss)
+    assert float((found.logits - want.logits).norm() / want.logits.norm()) <= bound, (what, "logits")
+    for name, error in errors(found, want).items():
+        assert error <= bound, (what, name, error)
+
+
+def errors(found: Result, want: Result) -> dict[str, float]:
+    """Relative errors of gradients; those that must be 0 have their norm."""
     assert found.gradients.keys() == want.gradients.keys()
-    for name, gradient in found.gradients.items():
-        error, norm = float((gradient - want.gradients[name]).norm()), float(want.gradients[name].norm())
-        assert error <= BOUND * norm, (what, name, error / (norm or 1.0))
+    return {
+        name: float((gradient - want.gradients[name]).norm()) / (float(want.gradients[name].norm()) or 1.0)
+        for name, gradient in found.gradients.items()
+    }

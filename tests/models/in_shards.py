@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config.models import ModelConfig
@@ -13,6 +13,7 @@ from rayfcp.execute.parallel.sharding import StageModule, local_shard
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.build import sharded_model
+from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.pretrained import read
 from rayfcp.program import lower
 from tests.execute.cases import SEED, Case, CaseTokens
@@ -38,7 +39,7 @@ def result_in_shards(config: PreTrainedConfig, case: Case, world: ProcessGroups)
 
 
 def run_in_shards(
-    model: StageModule, whole: nn.Module, *, config: PreTrainedConfig, case: Case, world: ProcessGroups
+    model: StageModule, whole: CausalLM, *, config: PreTrainedConfig, case: Case, world: ProcessGroups
 ) -> tuple[float, Tensor]:
     """Loss and logits of a case; gradients stay on the parameters of `model`, which gets the weights of `whole`."""
     values = dict(whole.named_parameters())
@@ -51,7 +52,7 @@ def run_in_shards(
     with exact(), recorded_hidden(model) as hidden:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     logits = empty_logits(config, case)
-    put_logits(logits, head_of(whole)(torch.cat(hidden)), program=program, case=case)
+    put_logits(logits, whole.curve(head_of(whole)(torch.cat(hidden))), program=program, case=case)
     parts = torch.nan_to_num(logits)
     loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
     dist.all_reduce(parts, group=world.control)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from rayfcp.config import ConfigError
 from rayfcp.models.attention_hook import IMPLEMENTATION, KEYWORD, Carried, pass_contexts
 from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import decoder_layers, decoder_of, make_library_model
+from rayfcp.models.tensor_parallel import check_tensor_parallel
 from rayfcp.values.layers import count_kinds
 from tests.execute.cases import VOCAB, Case, CaseTokens
 from tests.models.families import BOUND, assert_same, by_library, disturbed, exact, in_process
@@ -102,6 +104,18 @@ OTHERS = {
 def test_other_ways_of_running_a_batch(what: str, how: str) -> None:
     config = library(what)
     assert_same(in_process(config, WAYS[how]), by_library(config, WAYS[how]), what=(what, how))
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_in_fp32(what: str) -> None:
+    config = library(what)
+    assert_same(in_process(config, CASES[2], dtype="float32"), by_library(config, CASES[2]), what=what, bound=1e-5)
+
+
+def test_sinks_are_not_split() -> None:
+    for family in ("gpt_oss", "granite_swa"):
+        with pytest.raises(ConfigError, match=f"tensor_parallel is 2, must be 1 with {family}"):
+            check_tensor_parallel(AutoConfig.for_model(family), 2)
 
 
 @pytest.mark.parametrize(

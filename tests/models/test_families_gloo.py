@@ -19,6 +19,8 @@ FAMILIES = {
     "gemma4, keys shared": TWO,
     "qwen3_moe": THREE,
     "qwen2_moe, shared experts": TWO,
+    "gemma2, capped": THREE,
+    "gpt_oss, sinks": TWO,
     "deepseek_v3": TWO,
     "youtu, yarn": TWO,
     "apertus, whose activation has weights": TWO,

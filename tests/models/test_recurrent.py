@@ -4,6 +4,7 @@ sequence by sequence; what they start from and what is exported is the library's
 import math
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ from rayfcp.models.build import random_model
 from rayfcp.models.compiling import fault_of_compiled
 from rayfcp.models.describe import check_runs, model_config, profile_of
 from rayfcp.models.export import export_checkpoint
-from rayfcp.models.library import kept_buffers, make_library_model
+from rayfcp.models.library import kept_buffers, make_library_model, with_layers
 from rayfcp.models.pretrained import check_weights
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.tensor_parallel import check_tensor_parallel
 from tests.execute.cases import CASES, VOCAB, Case
 from tests.execute.gloo import joined, on_processes
-from tests.models.families import Result, assert_same, by_library, in_process
+from tests.models.families import Result, assert_same, by_library, errors, in_process
 from tests.models.in_shards import result_in_shards
 from tests.models.recurrent import FAMILIES, library
 from tests.models.ways import assert_stages_same
@@ -59,6 +60,20 @@ def test_ranks_compute_what_one_process_does(family: str) -> None:
     config = library(family)
     for case in RANKS[family]:
         assert_same(in_process(config, case), by_library(config, case), what=(family, case))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bamba"])
+def test_fp32_is_as_near_to_fp64_as_the_library_s(family: str) -> None:
+    """By 1e-5, or by twice its error. Gradients of gates are small differences of large sums, which roundings change by
+    chance: medians of several weights."""
+    config, case, found = library(family), CASES[2], []
+    for noise in range(5):
+        want = by_library(config, case, noise=noise)
+        single = [run(config, case, dtype="float32", noise=noise) for run in (in_process, by_library)]
+        found.append([errors(each, want) for each in single])
+    for name in found[0][0]:
+        ours, theirs = (median(each[which][name] for each in found) for which in (0, 1))
+        assert ours <= max(1e-5, 2 * theirs), (name, ours, theirs)
 
 
 @pytest.mark.parametrize(("family", "layers_of_stage"), [("qwen3_next", (2, 1, 1)), ("bamba", (1, 3))])
@@ -167,6 +182,14 @@ def test_other_recurrences_are_refused(family: str) -> None:
     with pytest.raises(ConfigError, match=f"^model: {family} does not run, ") as caught:
         check_runs(AutoConfig.for_model(family))
     assert "\n" not in str(caught.value)
+
+
+def test_pairs_of_a_model_of_two_layers_are_no_lists_of_layers() -> None:
+    config = library("falcon_h1", num_hidden_layers=2)
+    cut = with_layers(config, 1)
+    assert (cut.num_hidden_layers, len(cut.layer_types)) == (1, 1)
+    assert cut.time_step_limit == config.time_step_limit
+    profile_of(config, name="pairs")
 
 
 def test_recurrent_layers_are_not_split() -> None:

@@ -31,6 +31,8 @@ RUN_AHEAD = UNIT.with_coefficients(
 RECURRENT = replace(
     UNIT,
     scan=ScanCost(
+        apart=0.6,
+        head_s_per_token=1e-3,
         num_heads=3,
         transition_bytes=2.0,
         state_bytes=1.0,

@@ -57,7 +57,7 @@ class _Microbatch:
         num_heads: int,
     ) -> None:
         self.number, self.kept, self.lengths, self.num_heads = number, kept, lengths, 2 * num_heads
-        self.scans: list[ScanProgram] = [forwards(each)[number].scans[kind].scan for each in programs]
+        self.scans: list[ScanProgram] = [forwards(each)[number].scans[kind] for each in programs]
         loads = [of_kind(each, Load)[number] for each in programs]
         self.tokens = [
             [(each.sequence, at) for each in load.pieces for at in range(each.start, each.stop)] or [(-1 - rank, 0)]

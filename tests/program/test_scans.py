@@ -122,7 +122,7 @@ def test_stages_have_the_scans_of_their_layers() -> None:
         *[(FULL, 1, 2)] * 2,
     ]
     assert first[2].attention.num_tokens == first[0].attention.num_tokens
-    assert first[2].scans[0].scan is first[4].scans[0].scan
+    assert first[2].scans[0] is first[4].scans[0]
     freed = [[item.microbatch for item in program.instructions if isinstance(item, Free)] for program in programs]
     # states are kept on the rank of a slice's last token, keys and values on both
     assert freed == [[1, 0], [1, 0], [1, 0], [], [1, 0], [1, 0]]

@@ -53,6 +53,17 @@ def test_bytes_and_seconds_of_a_group() -> None:
     assert timeline.sent_bytes == pytest.approx([2 * 3 * (inputs + outputs)] * 4 + [0])
 
 
+def test_no_states_are_kept_where_heads_are_exchanged() -> None:
+    """Parts of 4 tokens keep a state of 4 x 4 x 8 numbers in fp32, more than what tokens are taken to keep of one."""
+    model, hardware = model_of(MIXER), machine()
+    peaks = [
+        simulate(lowered(16, degree=4), model=model, hardware=hardware, recurrent_heads=by_heads).peak_memory_bytes
+        for by_heads in (False, True)
+    ]
+    assert all(passed > exchanged for passed, exchanged in zip(peaks[0][1:], peaks[1][1:], strict=True))
+    assert len(set(peaks[1])) == 1
+
+
 @pytest.mark.parametrize(("recomputed", "passes"), [(0, 1.0), (1, 1.5)])
 def test_seconds_that_planners_take(recomputed: int, passes: float) -> None:
     """Inside a node of four and over two; three ranks cannot share out four heads."""
@@ -60,8 +71,8 @@ def test_seconds_that_planners_take(recomputed: int, passes: float) -> None:
     cost = HeadsCost.from_profiles(model, hardware, recomputed_layers=recomputed, bytes_per_element=2)
     assert cost is not None
     ranks = np.array([1.0, 2.0, 3.0, 4.0, 4.0])
-    inside, crosses = np.array([1.0, 2.0, 3.0, 4.0, 2.0]), np.array([False] * 4 + [True])
-    forward, backward = cost.passes_s(ranks, parts=2, crosses=crosses, inside=inside)
+    inside = np.array([1.0, 2.0, 3.0, 4.0, 2.0])
+    forward, backward = cost.passes_s(ranks, parts=2, inside=inside)
     four = 2 * 2 * (3 * 8 + 1 + 8) / 4  # two layers, two bytes; a token is on one rank of four
     two = 2 * 2 * (2 * (3 * 8 + 1) + 8) / 2
     assert forward.s_per_token[[0, 1, 3, 4]] == pytest.approx([0, two / 1e9, 3 * four / 1e9, 2 * four / 2e8])

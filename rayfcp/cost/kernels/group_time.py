@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from rayfcp.values.arrays import Floats
 
+Plane = tuple[Floats, Floats, Floats]
+
 
 class Terms(NamedTuple):
     """Coefficients of one pass of groups, arrays by degree, in s per pair, s per token of the whole group, and s.
@@ -35,6 +37,8 @@ class Terms(NamedTuple):
     states_s_per_sequence: Floats
     states_s_per_token: Floats
     states_s: Floats
+    head_s_per_token: Floats
+    apart: Floats
     shards_s: Floats
 
     def at_speed(self, speed: npt.ArrayLike) -> "Terms":
@@ -57,11 +61,12 @@ class Terms(NamedTuple):
         tokens = np.asarray(num_tokens, np.float64)
         moved = tokens if moved_tokens is None else np.asarray(moved_tokens, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
-        return np.asarray(pass_s(self, np.asarray(pairs, np.float64), tokens, moved, sequences))
+        usual_s = pass_s(self, np.asarray(pairs, np.float64), tokens, moved)
+        return np.asarray(recurrent_s(self, usual_s, tokens, moved, sequences))
 
-    def lines(self) -> tuple[tuple[Floats, Floats, Floats], ...]:
+    def lines(self) -> tuple[Plane, ...]:
         """The planes (s per pair, s per token, s) of which `pass_s`, but for `states_s_per_sequence`, is the largest
-        where all tokens move: three, and one for shards where states wait for them."""
+        where all tokens move: three, or eight beside `shards_s`."""
         pair, token, overlap = self.attention_s_per_pair, self.attention_s_per_token, self.overlap
         computed = token + self.linear_s_per_token
         moved = computed + self.moved_s_per_token
@@ -81,8 +86,19 @@ class Terms(NamedTuple):
             ),
         ]
         if np.any(self.shards_s):
-            planes.append((np.zeros_like(pair), self.moved_s_per_token, self.shards_s + self.moved_s))
+            planes = self._beside_shards(planes)
         return tuple((each, per + self.states_s_per_token, s + self.states_s) for each, per, s in planes)
+
+    def _beside_shards(self, planes: list[Plane]) -> list[Plane]:
+        """Each of the two kinds of layers takes as long as it computes, or as its shards."""
+        head, shards_s = self.head_s_per_token, self.apart * self.shards_s
+        apart = self.apart * (self.linear_s_per_token - head), self.apart * self.fixed_s
+        attending = [(pair, token - head - apart[0], s - apart[1]) for pair, token, s in planes]
+        attending.append(
+            (0 * planes[0][0], self.moved_s_per_token, self.shards_s - shards_s + self.moved_s),
+        )
+        others = apart, (0 * apart[0], shards_s)
+        return [(pair, token + head + per, s + other_s) for pair, token, s in attending for per, other_s in others]
 
 
 TERMS = np.dtype([(name, np.float64) for name in Terms._fields])
@@ -98,9 +114,8 @@ def table_of(passes: Sequence[Terms]) -> npt.NDArray[np.void]:
     return table
 
 
-def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:
-    """Seconds of a pass over `pairs` and `tokens` of so many sequences, of which the keys and values of `moved_tokens`
-    travel.
+def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
+    """Seconds of a pass over `pairs` and `tokens` of which the keys and values of `moved_tokens` travel.
 
     attention = pairs x `attention_s_per_pair` + tokens x `attention_s_per_token`, moved = tokens x `moved_s_per_token`
     + `moved_s`. The pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved - `overlap` x hidden, and
@@ -110,19 +125,30 @@ def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any, sequences: An
     - `cover` x attention: the first piece is computed when nothing moves yet, or the last when nothing moves any more;
     - `steady` x attention + edges, edges = tokens x `edges_s_per_token` + `edges_s`: first and last rounds move less
       than those between, beside attention that they do not fill.
-
-    Recurrent layers of a group that cuts sequences add sequences x `states_s_per_sequence` + tokens x
-    `states_s_per_token` + `states_s`, which nothing hides. With `shards_s`, of such a group, the rest takes as long as
-    shards and what moves at least, which use the same ports.
     """
     attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
     moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
     can_hide_s = moved_s - (terms.tail_s_per_token * moved_tokens + terms.tail_s)
     steady_s = terms.steady * attention_s + terms.edges_s_per_token * moved_tokens + terms.edges_s
     hidden_s = np.minimum(can_hide_s, np.minimum(terms.cover * attention_s, steady_s))
-    usual_s = attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+    return attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+
+
+def recurrent_s(terms: Any, usual_s: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:
+    """Seconds of a pass with recurrent layers, `usual_s` (`pass_s`) without states; the same where there are none.
+
+    States of cut sequences add sequences x `states_s_per_sequence` + tokens x `states_s_per_token` + `states_s`, which
+    nothing hides. Each kind of layers waits for its own shards, which are gathered one layer ahead: the share `apart`
+    of layers, which do not attend, takes its share of `shards_s` at least, the others theirs and what moves, which uses
+    the same ports. The head (`head_s_per_token` of linear layers) hides none.
+    """
     states_s = terms.states_s + terms.states_s_per_token * tokens + terms.states_s_per_sequence * sequences
-    return states_s + np.maximum(usual_s, terms.shards_s + moved_s)
+    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
+    head_s = terms.head_s_per_token * tokens
+    apart_s = terms.apart * (terms.linear_s_per_token * tokens + terms.fixed_s - head_s)
+    apart_shards_s = terms.apart * terms.shards_s
+    attending_s = np.maximum(usual_s - head_s - apart_s, terms.shards_s - apart_shards_s + moved_s)
+    return states_s + head_s + attending_s + np.maximum(apart_s, apart_shards_s)
 
 
 def overlapped_s(computed_s: Any, traffic_s: Any, exposed_s: Any, overlap: Any) -> Any:

@@ -82,7 +82,7 @@ class AttentionContext:
             microbatch=item.microbatch,
             kind=item.kind,
             others=schedules,
-            scans={each.kind: ScanSchedule(program=each.scan) for each in item.scans},
+            scans={each.kind: ScanSchedule(program=each) for each in item.scans},
             keeps_attention=item.keeps_attention,
             **others,
         )

@@ -110,8 +110,8 @@ class ChunkedKernel(RecurrenceKernel):
         with torch.autocast(inputs.value.device.type, enabled=False):
             if not self._saves_inputs or not torch.is_grad_enabled():
                 return run(state, *inputs.tensors)
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(run, state, *inputs.tensors, **options)  # type: ignore[no-any-return]
+            found = checkpoint(run, state, *inputs.tensors, use_reentrant=False, preserve_rng_state=False)
+            return found  # type: ignore[no-any-return]
 
     def summarize(self, inputs: Gated, *, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
         """As of `RecurrenceKernel`, without the values 0, and without O."""

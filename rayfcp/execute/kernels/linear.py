@@ -4,6 +4,7 @@ Sources: its `fla/ops/gated_delta_rule/chunk.py`, `kda/chunk.py`, `simple_gla/ch
 sequences in a batch of 1 with `cu_seqlens`, states `[sequences, heads, dk, dv]` in fp32 with gradients.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -52,15 +53,15 @@ class FlashLinearKernel(RecurrenceKernel):
         if inputs.beta is None:  # its delta rules repeat heads themselves
             times = value.shape[2] // key.shape[2]
             query, key = (each.repeat_interleave(times, dim=2) if times > 1 else each for each in (query, key))
-        offsets = [0, *accumulate(lengths)]
+        offsets, on_device = _offsets(lengths, value.device)
         call: Callable[..., tuple[Tensor, Tensor]] = getattr(self._library, name)
         out, final = call(
             *(query, key, value, *gates),
             scale=inputs.scale,
             initial_state=state,
             output_final_state=True,
-            cu_seqlens=to_device(offsets, dtype=torch.int64, device=value.device),
-            cu_seqlens_cpu=torch.tensor(offsets, dtype=torch.int64),
+            cu_seqlens=on_device,
+            cu_seqlens_cpu=offsets,
         )
         return out.squeeze(0), final
 
@@ -86,6 +87,14 @@ class FlashLinearKernel(RecurrenceKernel):
             bool((one.float() - two.float()).norm() <= _TOLERANCE * two.float().norm())
             for one, two in zip(*found, strict=True)
         )
+
+
+@functools.lru_cache(maxsize=256)  # the layers of a microbatch have the same sequences
+def _offsets(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where sequences begin and the last one ends, on the host and on the device. The library too finds what it makes
+    of them by the tensors themselves."""
+    host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+    return host, to_device(host.numpy(), dtype=torch.int64, device=device)
 
 
 def _function_of(inputs: Gated) -> str:

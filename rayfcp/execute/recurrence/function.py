@@ -133,10 +133,7 @@ class _Layer:
         transitions, and of delta rules P. `opened`: states behind first parts, of delta rules."""
         schedule, store = self._schedule, self._context.store
         increments = {
-            item: state
-            for states in opened
-            for item, state in zip(schedule.opening.items, states.detach(), strict=True)
-            if item in schedule.leading.items
+            item: state for states in opened for item, state in zip(schedule.opening.items, states, strict=True)
         }
         of = schedule.leading if self._inputs.beta is None else schedule.later
         parts = Summaries()
@@ -232,7 +229,14 @@ class _Back:
             return {}
         own = [each if len(each) == sum(later.lengths) else take_rows(each, later.rows) for each in readout]
         grad = take_rows(grad_out, later.rows)
-        found = state_gradients(grad, *own, lengths=later.lengths, scale=self._scale, dtype=self._form.dtype)
+        found = state_gradients(
+            grad,
+            readout=own[0],
+            log_decay=own[1] if len(own) > 1 else None,
+            lengths=later.lengths,
+            scale=self._scale,
+            dtype=self._form.dtype,
+        )
         return dict(zip(later.items, found, strict=True))
 
 

@@ -34,9 +34,9 @@ def summarize(kernel: RecurrenceKernel, inputs: Gated, *, lengths: Lengths) -> S
 
 def state_gradients(
     grad_out: Tensor,
+    *,
     readout: Tensor,
     log_decay: Tensor | None = None,
-    *,
     lengths: Lengths,
     scale: float,
     dtype: torch.dtype,

@@ -11,7 +11,7 @@ import numpy as np
 
 from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.kernels.group_time import pass_s, table_of
+from rayfcp.cost.kernels.group_time import pass_s, recurrent_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
 from rayfcp.plan.assembly import Columns, Draft
@@ -64,8 +64,7 @@ def prices_of(
     `cluster` has the other ranks, which are as fast as `cost` says. Of degrees that are not `permitted` (none given:
     all are) the price is infinite; where all permitted ones are multiples of some number (`step_of`), so many ranks
     count as one here."""
-    step = step_of(permitted)
-    most = max((len(group.ranks) for group in pinned), default=0)
+    step, most = step_of(permitted), max((len(group.ranks) for group in pinned), default=0)
     degrees = step * np.arange(max(cluster.num_ranks // step, most) + 1, dtype=np.float64)
     degrees[0] = 1.0
     outside = degrees > max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
@@ -93,6 +92,7 @@ def prices_of(
         holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
+        recurrent=cost.scan is not None,
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
 
@@ -162,11 +162,14 @@ def _permitted(constraints: HostConstraints, *, num_ranks: int) -> tuple[int, ..
 def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int]) -> Floats:
     """T(group, degree) of groups that are not pinned, for degrees 1..N; infinite where memory forbids it."""
     held = list(groups)
-    tokens, pairs, sequences = (each[held][:, None] for each in (state.tokens, state.pairs, state.sequences))
+    pairs, tokens, sequences = (each[held][:, None] for each in (state.pairs, state.tokens, state.sequences))
     shape = (-1, prices.num_primitives, prices.num_degrees, 2)
     forward, backward = np.moveaxis(prices.terms.reshape(shape)[0, :, None], -1, 0)
-    both_s = pass_s(forward, pairs, tokens, tokens, sequences) + pass_s(backward, pairs, tokens, tokens, sequences)
-    seconds: Floats = both_s.min(axis=0)[:, 1 : prices.num_ranks + 1]
+    forward_s, backward_s = (
+        recurrent_s(each, pass_s(each, pairs, tokens, tokens), tokens, tokens, sequences)
+        for each in (forward, backward)
+    )
+    seconds: Floats = (forward_s + backward_s).min(axis=0)[:, 1 : prices.num_ranks + 1]
     seconds[tokens > np.arange(1, prices.num_ranks + 1) * prices.max_tokens] = np.inf
     return seconds
 

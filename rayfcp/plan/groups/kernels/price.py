@@ -21,7 +21,7 @@ class Prices(NamedTuple):
     one rank, the least of all primitives; `max_tokens`: tokens per rank. `num_ranks`: those that groups share out as
     they like, `num_degrees` in `terms`; `pinned` of every microbatch, beside them: degree and `span_kind` of each;
     `capacity`: ranks that compute as much as all together, `holds`: tokens that these can hold; `ahead`, `ahead_s`:
-    as `CostModel` has them."""
+    as `CostModel` has them; `recurrent`: layers are that pass states or heads."""
 
     terms: npt.NDArray[np.void]
     fixed_s: float
@@ -36,6 +36,7 @@ class Prices(NamedTuple):
     holds: float
     ahead: float
     ahead_s: float
+    recurrent: bool
 
 
 class Load(NamedTuple):
@@ -62,7 +63,8 @@ def _work_s(prices: Prices, load: Load) -> float:
     return prices.per_pair * load.pairs + prices.per_token * load.tokens
 
 
-_seconds_of = inlined(group_time.pass_s)
+_usual_s = inlined(group_time.pass_s)
+_recurrent_s = inlined(group_time.recurrent_s)
 
 
 @inlined
@@ -70,7 +72,10 @@ def _pass_s(prices: Prices, load: Load, degree: int, span_kind: int, primitive: 
     """Seconds of the forward (0) or the backward (1) of a group of so many ranks; `span_kind` is 1 if it spans nodes
     though it would fit in one, or that of a pinned group."""
     at = ((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2 + each
-    return float(_seconds_of(prices.terms[at], load.pairs, load.tokens, load.tokens, load.sequences))
+    seconds = _usual_s(prices.terms[at], load.pairs, load.tokens, load.tokens)
+    if prices.recurrent:
+        seconds = _recurrent_s(prices.terms[at], seconds, load.tokens, load.tokens, load.sequences)
+    return float(seconds)
 
 
 @inlined
