@@ -34,6 +34,9 @@ ADAPTER = "default"
 
 _ALL = "all-linear"
 
+_MAMBA_OUTPUT, _WITHOUT_MAMBA_OUTPUT = "out_proj", ("falcon_h1", "nemotron_h")
+"""Families in which PEFT wraps this layer neither in training nor to open an adapter: fused kernels read its weight."""
+
 
 def inject(library: Any, lora: LoraConfig) -> PeftConfig:
     """Wrap linear layers of the decoder's layers in place, on the meta device, and freeze all other parameters, but for
@@ -89,8 +92,10 @@ def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
         name.rpartition(".")[2]
         for layer in decoder_layers(decoder)
         for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+        if type(module) is nn.Linear
     }
+    if library.config.model_type in _WITHOUT_MAMBA_OUTPUT:
+        linear.discard(_MAMBA_OUTPUT)
     names = sorted(linear) if lora.targets == (_ALL,) else list(lora.targets)
     if library.config.sub_configs:
         path = next(name for name, module in library.named_modules() if module is decoder)

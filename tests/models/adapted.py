@@ -22,6 +22,15 @@ LORAS = {
 }
 TARGETS = {"lora": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
 TARGETS["dora"], TARGETS["some layers"] = TARGETS["lora"], ("mlp.down_proj", "o_proj")
+OF_DELTA_RULES = ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj")
+HYBRIDS = {
+    "qwen3_next": LoraConfig(rank=3, targets=OF_DELTA_RULES),
+    "olmo_hybrid": LoraConfig(rank=3),
+    "nemotron_h": LoraConfig(rank=3),
+}
+TARGETS["qwen3_next"] = OF_DELTA_RULES
+TARGETS["olmo_hybrid"] = (*TARGETS["lora"], "a_proj", "b_proj", "g_proj")
+TARGETS["nemotron_h"] = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "up_proj", "down_proj")
 
 
 def library(family: str = "qwen3, tied") -> PreTrainedConfig:
@@ -38,8 +47,9 @@ def adapted(lora: LoraConfig, config: PreTrainedConfig | None = None, **keys: An
 
 def in_peft(which: str, config: PreTrainedConfig, values: CausalLM) -> Any:
     """The model that PEFT makes, with the values of ours."""
-    lora = LORAS[which]
-    base = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+    lora = (LORAS | HYBRIDS)[which]
+    keywords = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
@@ -49,7 +59,7 @@ def in_peft(which: str, config: PreTrainedConfig, values: CausalLM) -> Any:
         task_type="CAUSAL_LM",
     )
     model: Any = peft.get_peft_model(base, settings).double().train()
-    state = {f"base_model.model.{name.removeprefix('model.')}": each for name, each in values.named_parameters()}
+    state = {f"base_model.model.{name.removeprefix('model.')}": each for name, each in values.state_dict().items()}
     found = model.load_state_dict(state, strict=False)
     assert not found.unexpected_keys and set(found.missing_keys) <= {"base_model.model.lm_head.weight"}
     return model
@@ -57,7 +67,7 @@ def in_peft(which: str, config: PreTrainedConfig, values: CausalLM) -> Any:
 
 def by_peft(which: str, config: PreTrainedConfig, case: Case) -> Result:
     """Loss, logits and gradients of a batch, one sequence at a time."""
-    model = in_peft(which, config, adapted(LORAS[which], config))
+    model = in_peft(which, config, adapted((LORAS | HYBRIDS)[which], config))
     total, logits = 0.0, []
     with exact():
         for row in CaseTokens(case).rows:

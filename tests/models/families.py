@@ -110,14 +110,18 @@ def by_library(config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE, nois
 
 
 def gradients_of(model: nn.Module, prefix: str = "") -> Gradients:
-    """By name; 0 for parameters that the loss does not reach."""
-    zero = torch.zeros(())
-    return {f"{prefix}{name}": zero if each.grad is None else each.grad for name, each in model.named_parameters()}
+    """Of trained parameters by name; 0 for those that the loss does not reach."""
+    zero, trained = torch.zeros(()), ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    return {f"{prefix}{name}": zero if each.grad is None else each.grad for name, each in trained}
 
 
 def in_process(config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE, noise: int = 0) -> Result:
     """All ranks are threads, and hold whole models."""
-    first = disturbed(config, dtype=dtype, noise=noise)
+    return by_ranks(disturbed(config, dtype=dtype, noise=noise), config, case, dtype=dtype)
+
+
+def by_ranks(first: CausalLM, config: PreTrainedConfig, case: Case, *, dtype: str = DTYPE) -> Result:
+    """The same of copies of a model."""
     models = [copy.deepcopy(first) for _ in range(case.num_ranks)]
     programs = lower(case.plan(), with_kinds(case.sequences, config), reduce_every=case.reduce_every)
     fabric, tokens = Fabric(case.num_ranks), CaseTokens(case)

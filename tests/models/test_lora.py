@@ -31,8 +31,10 @@ from rayfcp.models.lora import inject
 from rayfcp.models.pretrained import library_on_meta
 from rayfcp.models.selfcheck import _packed
 from rayfcp.models.stages import stages_of
-from tests.models.adapted import LORAS, adapted, library
-from tests.models.families import disturb
+from tests.execute.cases import CASES
+from tests.models import recurrent
+from tests.models.adapted import HYBRIDS, LORAS, adapted, by_peft, library
+from tests.models.families import assert_same, by_ranks, disturb
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB, rows_of
 from tests.models.vlm import vlm_config
@@ -71,6 +73,13 @@ def test_first_weights(dtype: str) -> None:
     other = parts_of(random_model(config, dtype=dtype, seed=SEED + 1, lora=lora))
     assert all(torch.equal(first["lora_A"][name], each) for name, each in found["lora_A"].items())
     assert not any(torch.equal(other["lora_A"][name], each) for name, each in found["lora_A"].items())
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_beside_recurrent_layers(family: str) -> None:
+    config, lora = recurrent.library(family), HYBRIDS[family]
+    found = by_ranks(adapted(lora, config), config, CASES[1])
+    assert_same(found, by_peft(family, config, CASES[1]), what=family)
 
 
 @pytest.mark.parametrize("which", LORAS)
