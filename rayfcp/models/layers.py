@@ -19,7 +19,7 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
         ConfigError: A layer's attention is neither full nor over a window of known size, or depends on the row of a
-            token in its batch, or the family's recurrence has no kernel.
+            token in its batch, or the family's recurrence has no kernel, or its layers have several activations.
     """
     check_recurrence(config)
     types = getattr(config, "layer_types", None) or []
@@ -37,6 +37,11 @@ def check_layer_types(config: PreTrainedConfig) -> None:
             f"model: {config.model_type} has attn_temperature_tuning, which scales queries by their row in a batch and "
             "not by their position in a sequence, so that losses depend on packing; set it to false in the model's "
             "config.json if it was trained without, or choose another model"
+        )
+    if streams := getattr(config, "altup_num_inputs", None):
+        raise ConfigError(
+            f"model: {config.model_type} has {streams} streams of activations (altup_num_inputs), of which memory is "
+            "counted as of one; choose another model, such as gemma4_text"
         )
     window = getattr(config, "sliding_window", None)
     if (_SLIDING in types and not window) or (window or 0) < 0:
