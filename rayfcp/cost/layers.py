@@ -35,6 +35,8 @@ class AttentionShape(_Section):
     rope_size: Size = 0
     head_norms: bool = False
     gated: bool = False
+    key_matrices: Literal[0, 1, 2] = 2
+    lends_keys: bool = False
     parameters: Positive | None = None
 
     def profile(self, hidden_size: int) -> AttentionProfile:
@@ -82,6 +84,8 @@ class LayerShape(_Section):
     experts_per_token: Positive = 1
     shared_ffn_size: Size = 0
     mlp_matrices: Literal[2, 3] = 3
+    extra_norms: Size = 0
+    input_size: Size = 0
 
     def profile(self, hidden_size: int) -> LayerProfile:
         mixers: list[MixerProfile] = []

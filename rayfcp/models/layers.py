@@ -20,6 +20,7 @@ _BIASED = (
 )
 _TWICE = "its layers attend twice, which costs and kept keys and values do not know"
 _REFUSED = {
+    "gemma3n_text": "its layers have several streams of activations, of which memory is counted as of one",
     **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), f"{_SELECTIVE}kernel over several ranks"),
     **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASED),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),

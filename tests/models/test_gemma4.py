@@ -101,6 +101,11 @@ def test_a_run_has_them_on_one_stage_and_one_device() -> None:
         check_tensor_parallel(library("unified"), 2)
 
 
+def test_several_activations_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"gemma3n_text has 4 streams of activations \(altup_num_inputs\)"):
+        check_family("gemma3n_text")
+
+
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text"])
 def test_the_library_s_own_sizes_pass_the_check(family: str) -> None:
     """Scores of 256 and 512 products, not scaled, lie far apart: fp32 alone would not decide."""
