@@ -254,14 +254,15 @@ def forward_state_bytes(
 
 def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     """Bytes per token of such a pass: what one layer makes, at most all that its backward pass would need, its input
-    and output, the last norm, keys and values of two rounds, and exchanges for heads."""
+    and output, inputs of all layers, the last norm, keys and values of two rounds, and exchanges for heads."""
 
     def needed(layer: LayerProfile) -> int:
         each = layer_bytes(model, layer, bytes_per_element=bytes_per_element)
         by_heads = bytes_per_element * layer.exchanged_elements
         return each.whole + each.head + each.buffers - 2 * each.kv_gradients + by_heads
 
-    return max(map(needed, model.every_layer)) + 2 * bytes_per_element * model.hidden_size
+    inputs = sum(each.input_size for each in model.every_layer)
+    return max(map(needed, model.every_layer)) + bytes_per_element * (2 * model.hidden_size + inputs)
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
@@ -337,9 +338,11 @@ def layer_bytes(model: ModelProfile, layer: LayerProfile | None = None, *, bytes
     keeps = model.keeps_attention and layer.attention is not None
     kept = e * outputs + FP32_BYTES * layer.attention.saved_statistics if keeps and layer.attention else 0
     computing = FP32_BYTES * sum(mixer.working_elements for mixer in layer.mixers)
+    kept += sum(e * mixer.kept_elements + FP32_BYTES * mixer.kept_statistics for mixer in layer.mixers)
+    inputs = _norm_bytes(model, bytes_per_element=e) * layer.input_size
     return LayerBytes(
-        whole=layer_token_bytes(model, layer, bytes_per_element=e),
-        kept=e * layer.hidden_size + kept + FP32_BYTES * sum(mixer.kept_statistics for mixer in layer.mixers),
+        whole=layer_token_bytes(model, layer, bytes_per_element=e) + inputs,
+        kept=e * (layer.hidden_size + layer.input_size) + kept + inputs,
         exchanged=keeps * e * layer.exchanged_elements,
         kv=kv,
         kv_gradients=gradients,
@@ -463,12 +466,12 @@ def layer_token_bytes(model: ModelProfile, layer: LayerProfile, *, bytes_per_ele
     """Bytes that one layer saves for backward per token, flash attention and gated MLP, e bytes an element.
 
     Two norms, one before what mixes tokens and one before the MLP: input in fp32, normalised input, output:
-    2 (4 + 2e) h. Attention: query, output, keys and values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads,
-    of queries and keys, their input in fp32 and normalised: (4 + e) (H + H_kv) D. Other mixers say what they save
-    (`MixerProfile.saved_elements`). MLP: gate, up, activated gate, product: 4 e F, and without a gate 2 e F. With
-    experts F is the sum over those of a token, and each of these keeps its input and its output beside, the router fp32
-    shares of all E. Beside adapters norms are frozen, and normalised inputs are not kept; adapters keep what
-    `AdapterProfile` says.
+    2 (4 + 2e) h; `extra_norms` as much each. Attention: query, output, keys and values, fp32 logsumexp:
+    e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and normalised:
+    (4 + e) (H + H_kv) D. Other mixers say what they save (`MixerProfile.saved_elements`). MLP: gate, up, activated
+    gate, product: 4 e F, and without a gate 2 e F. With experts F is the sum over those of a token, and each of these
+    keeps its input and its output beside, the router fp32 shares of all E. Beside adapters norms are frozen, and
+    normalised inputs are not kept; adapters keep what `AdapterProfile` says.
 
     A compiled layer saves inputs and outputs of matrix products, and computes what lies between again: norms keep
     their input in e bytes and their output, 2 (2e) h, those of heads their input alone, e (H + H_kv) D, and the MLP no
@@ -478,7 +481,7 @@ def layer_token_bytes(model: ModelProfile, layer: LayerProfile, *, bytes_per_ele
     e, trained, fused = bytes_per_element, model.adapter is None, _is_fused(model)
     whole = fused and not layer.has_experts
     has_mlp = layer.active_ffn_size > 0
-    num_norms = bool(layer.mixers) + has_mlp or 1
+    num_norms = (bool(layer.mixers) + has_mlp or 1) + layer.extra_norms
     norms = num_norms * _norm_bytes(model, bytes_per_element=e) * layer.hidden_size
     normed = e if whole else FP32_BYTES + trained * e
     mixers = sum(

@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
-from rayfcp.models.layers import check_experts, check_layer_types
+from rayfcp.models.layers import check_experts, check_layer_types, shared_by_layers
 from rayfcp.models.library import (
     config_at,
     has_reward_head,
@@ -118,6 +118,11 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
         raise ConfigError(
             f"cluster.pipeline_stages is {config.cluster.pipeline_stages}, must be at most the model's "
             f"{num_layers} layers; lower it"
+        )
+    if config.cluster.pipeline_stages > 1 and (shared := shared_by_layers(text)):
+        raise ConfigError(
+            f"cluster.pipeline_stages is {config.cluster.pipeline_stages}, must be 1 with {text.model_type}, whose "
+            f"layers share {shared}; set it to 1"
         )
     if config.train.recompute_layers > num_layers:
         raise ConfigError(

@@ -1,5 +1,7 @@
 """Kinds of decoder layers that a configuration describes: attention windows, recurrence, and MLPs of experts."""
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
@@ -54,6 +56,27 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     attends = {_FULL: FULL, _SLIDING: LayerKind(window=window), _CHUNKED: LayerKind(chunk=chunk)}
     kinds = tuple(mixing_of(config, each) or attends.get(each, FULL) for each in types[: config.num_hidden_layers])
     return kinds if set(kinds) != {FULL} else ()
+
+
+def first_sharing_layer(config: PreTrainedConfig) -> int:
+    """Number of the first layer that attends to keys and values of an earlier one, of its type, as all later ones do;
+    that of all layers if there is none."""
+    return int(config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0))
+
+
+def shared_by_layers(config: PreTrainedConfig) -> str:
+    """What layers get beside activations, which pipeline stages do not send; empty for most families."""
+    if first_sharing_layer(config) < config.num_hidden_layers:
+        return f"keys and values (num_kv_shared_layers={config.num_kv_shared_layers})"
+    if width := getattr(config, "hidden_size_per_layer_input", None):
+        return f"embeddings of the tokens (hidden_size_per_layer_input={width})"
+    return ""
+
+
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """The configuration of each layer: the model's, but where the library has keys that differ between layers."""
+    differs = getattr(config, "is_heterogeneous", False)
+    return list(config.per_layer_config) if differs else [config] * config.num_hidden_layers
 
 
 def num_experts(config: PreTrainedConfig) -> int:

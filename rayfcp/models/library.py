@@ -24,7 +24,13 @@ from transformers import (
 from rayfcp.config import ConfigError
 from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.data.hub import locate
-from rayfcp.models.layers import EXPERT_COUNTS, experts_per_token, num_experts
+from rayfcp.models.layers import (
+    EXPERT_COUNTS,
+    experts_per_token,
+    first_sharing_layer,
+    layer_configs,
+    num_experts,
+)
 from rayfcp.models.recurrent import FAMILIES as RECURRENT
 
 if TYPE_CHECKING:
@@ -41,7 +47,8 @@ _NARROW = {
     **dict.fromkeys(("ffn_dim", "n_inner"), FFN_SIZE),
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
-    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    "hidden_size_per_layer_input": 8,
     "first_k_dense_replace": 1,
     **_LATENT_SIZES,
 }
@@ -172,6 +179,12 @@ def keywords_of(config: PreTrainedConfig, *, dtype: str) -> dict[str, Any]:
     return {"experts_implementation": "eager"} if dtype == "float64" and num_experts(config) else {}
 
 
+def _keys_of_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """Values of the keys that differ between layers, by number of the layer."""
+    names = getattr(config, "per_layer_attributes", None) or ()
+    return {number: {name: getattr(each, name) for name in names} for number, each in enumerate(layer_configs(config))}
+
+
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     """A copy with at most the first `num_layers` layers; lists with an entry per layer are cut as well."""
     copied = copy.deepcopy(config)
@@ -181,6 +194,10 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
         if isinstance(value, list | tuple) and len(value) == before and name != "architectures":
             setattr(copied, name, value[:num_layers])
     copied.num_hidden_layers = num_layers
+    if getattr(config, "num_kv_shared_layers", None):
+        copied.num_kv_shared_layers = max(num_layers - first_sharing_layer(config), 0)
+    if own := _keys_of_layers(config):
+        copied.per_layer_config = {number: own[number] for number in range(copied.num_hidden_layers)}
     return copied
 
 
@@ -192,22 +209,34 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     if family is not None:
         text = narrowed(text_of(config), num_layers)
         return family.narrowed(config, text=text, num_layers=num_layers)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    tiny = copy.deepcopy(config)
-    tiny.hidden_size = HEADS * head_dim
-    tiny.num_attention_heads = HEADS
-    if kv_heads is not None:
-        tiny.num_key_value_heads = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
-    for name, size in (_NARROW | _narrow_experts(config)).items():
-        if getattr(config, name, None):
-            setattr(tiny, name, min(getattr(config, name), size))
+    tiny, own = copy.deepcopy(config), _keys_of_layers(config)
+    narrow = [_narrow_keys(each) for each in layer_configs(config)]
+    for name, value in narrow[0].items():
+        setattr(tiny, name, value)
+    if own:
+        tiny.per_layer_config = {
+            number: {name: narrow[number].get(name, value) for name, value in keys.items()}
+            for number, keys in own.items()
+        }
     if config.model_type in RECURRENT:
         for name, value in RECURRENT[config.model_type].narrow(tiny).items():
             setattr(tiny, name, value)
     if getattr(tiny, "pad_token_id", None) is not None:
         tiny.pad_token_id = None
     return with_layers(tiny, max(num_layers, _layers_of_each_shape(tiny)))
+
+
+def _narrow_keys(config: Any) -> dict[str, int]:
+    """Keys of a configuration in a narrowed model, or in a layer of it."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found = {"hidden_size": HEADS * head_dim, "num_attention_heads": HEADS}
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if kv_heads is not None:
+        found["num_key_value_heads"] = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
+    for name, size in (_NARROW | _narrow_experts(config)).items():
+        if value := getattr(config, name, None):
+            found[name] = min(value, size)
+    return found
 
 
 def _narrow_experts(config: PreTrainedConfig) -> dict[str, int]:

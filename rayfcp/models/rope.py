@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
 from rayfcp.config.adapting import RopeConfig
+from rayfcp.models.layers import layer_configs
 from rayfcp.models.library import text_of
 
 _EXTENDED_LAYERS = "full_attention"
@@ -95,7 +96,8 @@ def _check_tables(text: Any, parameters: dict[str, Any]) -> None:
     Raises:
         ConfigError: longrope has not one factor for each frequency.
     """
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    own = layer_configs(text)[-1]  # where types of layers differ, the last one has full attention
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     due = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
         table = parameters.get(name)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.models.layers import experts_per_token, kinds_of_layers, num_experts
+from rayfcp.models.layers import (
+    experts_per_token,
+    first_sharing_layer,
+    kinds_of_layers,
+    layer_configs,
+    num_experts,
+)
 from rayfcp.models.library import decoder_layers, decoder_of, make_language_model, with_layers
 from rayfcp.values import (
     FULL,
@@ -27,6 +34,10 @@ _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attn|attention)\.")
 _RECURRENCE = re.compile(r"(^|\.)(linear_attn|mamba|conv)\.")
 _MIXER = re.compile(r"(^|\.)mixer\.")
 """Names of parameters of what mixes tokens; in families with a `mixer` it may also be an MLP."""
+
+_NORM = re.compile(r"norm\w*\.weight$")
+_MIXES = re.compile("|".join(each.pattern for each in (_ATTENTION, _RECURRENCE, _MIXER)))
+"""Names of norms, but for those inside of what mixes tokens."""
 
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """Names of the matrix behind attention."""
@@ -87,7 +98,8 @@ def _layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
     modules = decoder_modules(config, num_layers=1 if _are_equal(config, kinds) else len(kinds))
     if len(modules) == 1:
         modules *= len(kinds)
-    found = [_Layer(config, module, kind=kind) for module, kind in zip(modules, kinds, strict=True)]
+    configs = layer_configs(config)
+    found = [_Layer(own, module, kind=kind) for own, module, kind in zip(configs, modules, kinds, strict=True)]
     known: dict[Any, LayerProfile] = {}
     for each in found:
         if each.key not in known:
@@ -107,7 +119,8 @@ def _kinds(config: Any) -> tuple[LayerKind, ...]:
 
 def _are_equal(config: Any, kinds: Sequence[LayerKind]) -> bool:
     """Whether one layer stands for all."""
-    return len(set(kinds)) == 1 and not num_experts(config) and not getattr(config, "per_layer_config", None)
+    differs = getattr(config, "is_heterogeneous", False) or first_sharing_layer(config) < len(kinds)
+    return len(set(kinds)) == 1 and not num_experts(config) and not differs
 
 
 class _Layer:
@@ -118,7 +131,8 @@ class _Layer:
         parameters = dict(module.named_parameters())
         self._names = tuple(parameters)
         self._shapes = {name: tuple(each.shape) for name, each in parameters.items() if each.ndim > 1}
-        self.key = kind, tuple(self._shapes.items())
+        self._lends_keys = any(getattr(each, "store_full_length_kv", False) for each in module.modules())
+        self.key = kind, self._lends_keys, tuple(self._shapes.items())
 
     def profile(self) -> LayerProfile:
         """
@@ -130,17 +144,25 @@ class _Layer:
         stacked = [shape for shape in own.values() if len(shape) == 3 and shape[0] == count and count > 1]
         each = sum(map(math.prod, stacked)) // count if stacked else 0
         around = left + sum(map(math.prod, own.values()))
+        inputs = getattr(self._config, "hidden_size_per_layer_input", None) or 0
+        around += inputs * hidden  # the layer's rows of a matrix beside the layers
+        others: dict[str, Any] = {"mixers": mixers, "hidden_size": hidden, "input_size": inputs}
+        others["extra_norms"] = self._extra_norms(has_mlp=around > 0)
         if not stacked:
-            return LayerProfile(mixers=mixers, hidden_size=hidden, ffn_size=max(round(around / (3 * hidden)), 0))
+            return LayerProfile(ffn_size=max(round(around / (3 * hidden)), 0), **others)
         around -= count * (each + hidden)  # the router has a row for each expert
         return LayerProfile(
-            mixers=mixers,
-            hidden_size=hidden,
             ffn_size=round(each / (3 * hidden)),
             num_experts=count,
             experts_per_token=min(experts_per_token(self._config), count),
             shared_ffn_size=max(round(around / (3 * hidden)), 0),
+            **others,
         )
+
+    def _extra_norms(self, *, has_mlp: bool) -> int:
+        """Norms of activations between layers, but for those that every layer has."""
+        found = [name for name in self._names if _NORM.search(name) and not _MIXES.search(name)]
+        return max(len(found) - ((attends(self._kind) or bool(self._kind.recurrence)) + has_mlp or 1), 0)
 
     def _mixers(self, own: dict[str, tuple[int, ...]]) -> tuple[tuple[MixerProfile, ...], int]:
         """What mixes tokens, whose parameters are taken out of `own`, and how many more it has than attention should
@@ -173,8 +195,11 @@ class _Layer:
             rope_size=config.qk_rope_head_dim if latent else 0,
             head_norms=any(_HEAD_NORMS.search(name) for name in self._names),
             gated=any(rows == 2 * heads * head_dim for rows in _rows(mine, ("q_proj",))),
+            lends_keys=self._lends_keys,
         )
-        return found.with_parameters(config.hidden_size)
+        count = sum(map(math.prod, mine.values()))
+        each = [replace(found, key_matrices=few).with_parameters(config.hidden_size) for few in (2, 1, 0)]
+        return next((one for one in each if one.parameters == count), each[0])
 
     def _heads(self, mine: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int, int]:
         """Heads, heads of keys and values, and the sizes of both, of queries and of values."""

@@ -34,15 +34,17 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """
     Raises:
-        ConfigError: Heads, KV heads or MLP do not divide evenly, layers are recurrent, or the library has no plan for
-            the family, or one with other styles.
+        ConfigError: Heads, KV heads or MLP do not divide evenly, layers are recurrent or have heads of several sizes,
+            or the library has no plan for the family, or one with other styles.
     """
     if tensor_parallel == 1:
         return
-    if recurrence_of(config) is not None:
+    recurrent, differs = recurrence_of(config) is not None, getattr(config, "is_heterogeneous", False)
+    if recurrent or differs:
+        what = "recurrent layers" if recurrent else "layers with heads of several sizes"
         raise ConfigError(
-            f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}, whose recurrent layers "
-            "are not split; set it to 1"
+            f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}, whose {what} are not "
+            "split; set it to 1"
         )
     for name in _DIVIDED:
         count = getattr(config, name, None) or config.num_attention_heads

@@ -87,6 +87,11 @@ class MixerProfile:
         return 0
 
     @property
+    def kept_elements(self) -> int:
+        """Numbers of a token, in the precision of activations, that a recomputed layer keeps beside its input."""
+        return 0
+
+    @property
     def working_elements(self) -> int:
         """Numbers of a token in fp32 that only the microbatch which computes has."""
         return 0
@@ -109,6 +114,9 @@ class AttentionProfile(MixerProfile):
     `latent_size` above 0: multi-head latent attention (DeepSeek-V2, Section 2.1), where a token's latent and its shared
     rotated key of `rope_size` travel in place of keys and values of all heads, so that `num_kv_heads` is 1; queries
     come from a latent of `query_latent_size`, or from the token itself where that is 0.
+
+    `key_matrices`: those to keys and values: 2, or 1 where a key is also the value before norms and rotation, or 0
+    where an earlier layer's keys and values are used, which has `lends_keys` and keeps them when it is recomputed.
     """
 
     kind: LayerKind = FULL
@@ -121,12 +129,15 @@ class AttentionProfile(MixerProfile):
     rope_size: int = 0
     head_norms: bool = False
     gated: bool = False
+    key_matrices: int = 2
+    lends_keys: bool = False
 
     def with_parameters(self, hidden_size: int) -> "AttentionProfile":
         """The same with `parameters` counted: matrices to queries, keys, values and gate, and from outputs."""
         queries, outputs = self.exchanged_elements
         source = self.query_latent_size or hidden_size
-        found = source * queries + (1 + self.gated) * hidden_size * outputs + hidden_size * self.moved_elements
+        found = source * queries + (1 + self.gated) * hidden_size * outputs
+        found += hidden_size * self.moved_elements * self.key_matrices // 2
         found += hidden_size * self.query_latent_size + self.expansion_flops // 2
         return dataclasses.replace(self, parameters=found)
 
@@ -164,6 +175,10 @@ class AttentionProfile(MixerProfile):
     @property
     def saved_statistics(self) -> int:
         return self.num_heads
+
+    @property
+    def kept_elements(self) -> int:
+        return self.lends_keys * self.moved_elements
 
     @property
     def expanded_elements(self) -> int:
@@ -283,7 +298,12 @@ class RecurrenceProfile(MixerProfile):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """One layer: its mixers, side by side, and an MLP or `num_experts` of them as of `ModelProfile`. Without an MLP
-    `ffn_size` is 0. `mlp_matrices`: of an MLP, 3 where it is gated, else 2."""
+    `ffn_size` is 0. `mlp_matrices`: of an MLP, 3 where it is gated, else 2. `extra_norms`: beside one before the mixers
+    and one before the MLP.
+
+    `input_size`: of a second embedding of the token, for this layer alone (Gemma 3n and 4), which a gate takes in: that
+    is a gated MLP of this width, part of `ffn_size` or `shared_ffn_size`, whose up-projection comes before all layers.
+    """
 
     mixers: tuple[MixerProfile, ...]
     hidden_size: int
@@ -292,6 +312,8 @@ class LayerProfile:
     experts_per_token: int = 1
     shared_ffn_size: int = 0
     mlp_matrices: int = 3
+    extra_norms: int = 0
+    input_size: int = 0
 
     @property
     def attention(self) -> AttentionProfile | None:

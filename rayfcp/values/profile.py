@@ -240,7 +240,8 @@ class ModelProfile:
 
     @property
     def embedding_parameters(self) -> int:
-        return self.vocab_size * self.hidden_size
+        """Parameters of the embeddings, with those for single layers."""
+        return self.vocab_size * (self.hidden_size + sum(each.input_size for each in self.layers))
 
     @property
     def head_parameters(self) -> int:

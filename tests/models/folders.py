@@ -24,6 +24,14 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+GEMMA4 = {"global_head_dim": 16, "sliding_window": 9, "vocab_size_per_layer_input": 128}
+SHARED = GEMMA4 | {
+    "num_hidden_layers": 5,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 6,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -33,6 +41,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "gemma": ("gemma", {}),
     "gemma3": ("gemma3_text", {"layer_types": ["full_attention"] * 3}),
+    "gemma4, keys shared": ("gemma4_text", SHARED),
     "phi3, fused": ("phi3", {}),
     "gpt_neox, head renamed": ("gpt_neox", {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
