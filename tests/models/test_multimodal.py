@@ -26,7 +26,7 @@ from rayfcp.models.multimodal import check_text_alone, text_part
 from rayfcp.models.pretrained import check_weights
 from rayfcp.values.layers import count_kinds
 from tests.models.families import disturb, recorded_hidden
-from tests.models.folders import SHAPE
+from tests.models.folders import SHAPE, SHARED
 from tests.models.helpers import VOCAB, context_of, loss_sum, rows_of
 from tests.models.recurrent import DELTA, EXPERTS
 from tests.models.test_pretrained import rewritten
@@ -49,6 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**SHAPE, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
         "vision_config": {"model_type": "siglip_vision_model", **VISION, **PIXELS},
         "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": {**SHAPE, **SHARED, "pad_token_id": 0},
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
     },
     "qwen3_5": {"text_config": {**SHAPE, **LINEAR, "rope_parameters": ROPE}, "vision_config": MERGED},
     "qwen3_5_moe": {
@@ -203,6 +208,13 @@ def test_what_does_not_fit_is_named(what: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         opened(run_of(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_old_tables_of_encoders_are_left_out(tmp_path: Path) -> None:
+    """Such as CLIP's, which published files have."""
+    table = {"vision_tower.vision_model.embeddings.position_ids": torch.zeros(1, 4)}
+    rewritten(saved("gemma3", tmp_path), lambda tensors: tensors.update(table))
+    opened(run_of(tmp_path))
 
 
 def test_a_family_that_does_more_with_text_is_refused() -> None:
