@@ -187,6 +187,24 @@ def test_adapters_are_those_of_the_whole_model(merge: bool, tmp_path: Path) -> N
     assert_same(model, adapted)
 
 
+def test_reward_models_start_from_it_and_random_ones_are_text_models(tmp_path: Path) -> None:
+    config = run_of(saved("gemma3", tmp_path / "first"))
+    path = str(config.model.path)
+    library = model_config(config.model, vocab_size=VOCAB, is_reward=True)
+    check_weights(path, library)
+    reward = dict(random_model(library, dtype="float32", seed=0, path=path).named_parameters())
+    _, causal = opened(config)
+    for name, each in causal.named_parameters():
+        assert torch.equal(each, reward.pop(name)), name
+    assert list(reward) == ["model.score.weight"]
+    config = run_of(tmp_path / "first", init="random")
+    dcp.save({"model": causal.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    export_checkpoint(config, tmp_path / "checkpoint", out_dir=tmp_path / "out", vocab_size=VOCAB)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert alone.config.model_type == "gemma3_text"
+    assert_same(causal, alone)
+
+
 def drop(tensors: dict[str, Tensor]) -> None:
     del tensors["language_model.model.layers.1.mlp.up_proj.weight"]
 
