@@ -91,33 +91,37 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_decayed(name: str, *, num_dimensions: int) -> bool:
+    """True for matrices, False for vectors (norms, biases) and the decay rates of recurrent layers (`A_log`), which
+    some families hold in four dimensions."""
+    return num_dimensions > 1 and not name.endswith("A_log")
+
+
 def make_optimizer(module: nn.Module, config: TrainConfig) -> LocalAdamW:
-    """AdamW with weight decay for matrices, not for vectors (norms, biases). The parameters of a group lie on one mesh:
-    updates of several DTensors at once cannot mix meshes."""
+    """AdamW with weight decay for parameters that are decayed (`is_decayed`). The parameters of a group lie on one
+    mesh: updates of several DTensors at once cannot mix meshes."""
     groups: dict[tuple[bool, int], list[nn.Parameter]] = defaultdict(list)
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             dimensions = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-            groups[parameter.ndim < 2, dimensions].append(parameter)
-    optimizer = _adamw([members for _, members in sorted(groups.items())], config)
+            groups[not is_decayed(name, num_dimensions=parameter.ndim), dimensions].append(parameter)
+    optimizer = _adamw([(not kept, members) for (kept, _), members in sorted(groups.items())], config)
     optimizer.is_fused = all(backend_of(each.device).fuses_adamw for each in module.parameters())
     return optimizer
 
 
-def _adamw(groups: Iterable[Sequence[Tensor]], config: TrainConfig) -> LocalAdamW:
+def _adamw(groups: Iterable[tuple[bool, Sequence[Tensor]]], config: TrainConfig) -> LocalAdamW:
+    """Of groups of parameters, and whether they are decayed."""
     return LocalAdamW(
-        [
-            {"params": members, "weight_decay": 0.0 if members[0].ndim < 2 else config.weight_decay}
-            for members in groups
-        ],
+        [{"params": members, "weight_decay": config.weight_decay if decayed else 0.0} for decayed, members in groups],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
     )
 
 
-def options_of(num_dimensions: int, config: TrainConfig, *, step: int) -> dict[str, Any]:
-    """Options that a parameter of so many dimensions has in the optimizer's groups after `step`."""
-    (group,) = _adamw([[torch.empty((0,) * num_dimensions)]], config).param_groups
+def options_of(config: TrainConfig, *, decayed: bool, step: int) -> dict[str, Any]:
+    """Options that a parameter has in the optimizer's groups after `step`."""
+    (group,) = _adamw([(decayed, [torch.empty(0)])], config).param_groups
     return {**{key: value for key, value in group.items() if key != "params"}, "lr": learning_rate(step, config)}
 
 

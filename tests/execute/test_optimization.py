@@ -98,8 +98,9 @@ def test_no_gradients_have_norm_zero() -> None:
     assert float(local_squares(nn.Linear(2, 2).parameters())) == 0.0
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_matrices_decay_and_vectors_and_rates_of_decay_do_not() -> None:
     module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2), nn.LayerNorm(2))
+    module.A_log = nn.Parameter(torch.ones(1, 1, 2, 1))
     module[1].bias.requires_grad_(False)
     config = TrainConfig(learning_rate=0.5, weight_decay=0.2, beta1=0.7, beta2=0.8)
     optimizer = make_optimizer(module, config)
@@ -109,6 +110,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         id(module[1].weight): 0.2,
         id(module[2].weight): 0.0,
         id(module[2].bias): 0.0,
+        id(module.A_log): 0.0,
     }
     assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {(0.5, (0.7, 0.8))}
     assert len(make_optimizer(nn.Linear(3, 2, bias=False), config).param_groups) == 1

@@ -12,7 +12,7 @@ from rayfcp.config.adapting import LoraConfig
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from tests.execute.cases import SEED, VOCAB, Case, CaseTokens
-from tests.models.families import DTYPE, Result, disturb
+from tests.models.families import DTYPE, Result, disturb, exact
 from tests.models.folders import FOLDERS, SHAPE
 
 LORAS = {
@@ -59,13 +59,14 @@ def by_peft(which: str, config: PreTrainedConfig, case: Case) -> Result:
     """Loss, logits and gradients of a batch, one sequence at a time."""
     model = in_peft(which, config, adapted(LORAS[which], config))
     total, logits = 0.0, []
-    for row in CaseTokens(case).rows:
-        ids = torch.from_numpy(row)[None]
-        logits.append(model(input_ids=ids).logits[0])
-        loss = F.cross_entropy(logits[-1][:-1], ids[0, 1:], reduction="sum") / case.num_targets
-        if len(row) > 1:
-            loss.backward()
-            total += float(loss.detach())
+    with exact():
+        for row in CaseTokens(case).rows:
+            ids = torch.from_numpy(row)[None]
+            logits.append(model(input_ids=ids).logits[0])
+            loss = F.cross_entropy(logits[-1][:-1], ids[0, 1:], reduction="sum") / case.num_targets
+            if len(row) > 1:
+                loss.backward()
+                total += float(loss.detach())
     gradients = {
         f"model.{name.removeprefix('base_model.model.')}": each.grad
         for name, each in model.named_parameters()

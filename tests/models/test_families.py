@@ -6,7 +6,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from tests.execute.cases import VOCAB, Case
 from tests.models.families import assert_same, by_library, in_process
 from tests.models.folders import FOLDERS, SHAPE
-from tests.models.test_latent import MODELS, SIZES
+from tests.models.test_latent import EXPERTS, MODELS, SIZES
+from tests.models.ways import WAYS, assert_stages_same
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,6 +29,7 @@ KEYS = {
         "llama4_text",
         CHUNKED | {"num_local_experts": 3, "intermediate_size_mlp": 40, "attn_temperature_tuning": False},
     ),
+    "glm4_moe": ("glm4_moe", {"first_k_dense_replace": 1, **EXPERTS}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     **{what: (family, SIZES | keys) for what, (family, keys) in MODELS.items()},
 }
@@ -59,4 +61,33 @@ def library(what: str) -> PreTrainedConfig:
 def test_packed_batches_as_the_library_computes_them(what: str) -> None:
     config = library(what)
     for case in CASES:
-        assert_same(in_process(config, case), by_library(config, case), config=config, what=(what, case.num_ranks))
+        assert_same(in_process(config, case), by_library(config, case), what=(what, case.num_ranks))
+
+
+OTHERS = {
+    "gemma2, capped": ("ring, attention kept", "ulysses", "blocks"),
+    "gpt_oss, sinks": ("ring, recomputed", "ring, attention kept", "ulysses", "rings of runs"),
+    "deepseek_v3": ("ring of five", "ulysses", "blocks"),
+    "glm4_moe": ("ring, recomputed", "ring of five", "rings of runs"),
+}
+
+
+@pytest.mark.parametrize(("what", "how"), [(what, how) for what, ways in OTHERS.items() for how in ways])
+def test_other_ways_of_running_a_batch(what: str, how: str) -> None:
+    config = library(what)
+    assert_same(in_process(config, WAYS[how]), by_library(config, WAYS[how]), what=(what, how))
+
+
+@pytest.mark.parametrize(
+    ("what", "seed", "layers_of_stage"),
+    [
+        ("gemma2, capped", 1, (1, 2)),
+        ("gpt_oss, sinks", 1, (1, 2)),
+        ("deepseek_v3", 2, (2, 1)),
+        ("glm4_moe", 2, (1, 2)),
+        ("youtu, yarn", 0, (3,)),
+    ],
+)
+def test_slices_on_stages(what: str, seed: int, layers_of_stage: tuple[int, ...]) -> None:
+    """On rings and on groups that share out heads (1); those keep the attention of recomputed layers."""
+    assert_stages_same(library(what), seed, layers_of_stage=layers_of_stage)

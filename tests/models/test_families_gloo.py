@@ -3,19 +3,10 @@
 import pytest
 import torch.distributed as dist
 
-from rayfcp.config.models import ModelConfig
-from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.models.build import sharded_model
-from tests.execute.cases import SEED, Case
+from rayfcp.execute.parallel.groups import MeshPosition
 from tests.execute.gloo import joined, on_processes
-from tests.models.families import (
-    DTYPE,
-    Result,
-    assert_same,
-    by_library,
-    disturbed,
-)
-from tests.models.in_shards import run_in_shards
+from tests.models.families import Result, assert_same, by_library
+from tests.models.in_shards import result_in_shards
 from tests.models.test_families import CASES, library
 
 TWO, THREE = CASES[1], CASES[2]
@@ -25,6 +16,7 @@ FAMILIES = {
     "mistral": THREE,
     "gemma": TWO,
     "gemma3": THREE,
+    "gemma4, keys shared": TWO,
     "qwen3_moe": THREE,
     "qwen2_moe, shared experts": TWO,
     "deepseek_v3": TWO,
@@ -46,20 +38,10 @@ def _run_all(rank: int, client: dist.Store) -> dict[str, Result]:
             position = MeshPosition(rank=rank, num_ranks=case.num_ranks)
             with joined(position, client, name=f"{case.num_ranks}") as world:
                 for what in [name for name, each in FAMILIES.items() if each is case]:
-                    found[what] = _run(what, case, world)
+                    found[what] = result_in_shards(library(what), case, world)
     return found
-
-
-def _run(what: str, case: Case, world: ProcessGroups) -> Result:
-    config = library(what)
-    model = sharded_model(config, run=ModelConfig(dtype=DTYPE), seed=SEED, world=world)
-    whole = disturbed(config)
-    loss, logits = run_in_shards(model, whole, config=config, case=case, world=world)
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return Result(loss=loss, gradients=gradients, logits=logits)
 
 
 @pytest.mark.parametrize("what", FAMILIES)
 def test_in_shards_as_the_library_computes_them(what: str, found: dict[str, Result]) -> None:
-    config = library(what)
-    assert_same(found[what], by_library(config, FAMILIES[what]), config=config, what=(what,))
+    assert_same(found[what], by_library(library(what), FAMILIES[what]), what=what)

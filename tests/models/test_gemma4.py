@@ -59,7 +59,7 @@ def test_packed_batches_as_the_library_computes_them(what: str) -> None:
     for how, case in CASES.items():
         if how == "by heads" and config.attention_k_eq_v:
             continue  # one head of keys
-        assert_same(in_process(config, case), by_library(config, case), config=config, what=(what, how))
+        assert_same(in_process(config, case), by_library(config, case), what=(what, how))
 
 
 @pytest.mark.parametrize("what", MODELS)

@@ -1,6 +1,5 @@
 """Families of multi-head latent attention, whose latents travel: loss, logits and gradients are the library's own."""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,12 +14,7 @@ from rayfcp.models.describe import check_runs
 from rayfcp.models.library import narrowed
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.tensor_parallel import check_tensor_parallel
-from rayfcp.values import Primitive
-from tests.execute.cases import SEED, VOCAB, Case, use_library_attention
-from tests.execute.cases import assert_same as assert_equal
-from tests.execute.staged import StagedCase, expected, run_in_process, typical_case
-from tests.execute.test_block_equality import BlockCase, blocks
-from tests.models.families import assert_same, by_library, in_process
+from tests.execute.cases import SEED, VOCAB, use_library_attention
 from tests.models.folders import SHAPE
 from tests.models.helpers import context_of, loss_sum, rows_of
 
@@ -54,29 +48,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {"q_lora_rank": 14, **EXPERTS}),
     "youtu, yarn": ("youtu", {"q_lora_rank": None, "rope_parameters": YARN, "rope_interleave": False}),
 }
-RING = Case(
-    num_ranks=3,
-    lengths=(61, 17, 1, 25, 7),
-    microbatches=((((2, 0, 1), (0, 2)),), (((1, 2), (1, 3)), ((0,), (4,)))),
-    recomputed=2,
-)
-CASES = {
-    "alone": Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),)),
-    "ring, recomputed": RING,
-    "ring, attention kept": replace(RING, keeps=True),
-    "ring of five": Case(num_ranks=5, lengths=(3, 71), microbatches=((((0, 1, 2, 3, 4), (0, 1)),),)),
-    "ulysses": Case(
-        num_ranks=4,
-        lengths=(41, 7),
-        microbatches=((((0, 1, 2, 3), (0, 1)),),),
-        primitive=Primitive.ULYSSES,
-        recomputed=1,
-        keeps=True,
-    ),
-    "blocks": BlockCase(
-        num_ranks=4, lengths=(60, 33), microbatches=(), options=blocks(block_tokens=8, num_buffers=2), recomputed=1
-    ),
-}
 
 
 def library(what: str) -> PreTrainedConfig:
@@ -87,31 +58,6 @@ def library(what: str) -> PreTrainedConfig:
 @pytest.mark.parametrize("what", MODELS)
 def test_the_check_before_a_run_passes(what: str) -> None:
     check_supported(library(what), num_stages=2)
-
-
-@pytest.mark.parametrize("how", CASES)
-def test_every_way_of_running_a_batch(how: str) -> None:
-    config = library("youtu, yarn")
-    assert_same(in_process(config, CASES[how]), by_library(config, CASES[how]), config=config, what=(how,))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stages(StagedCase):
-    """With a model whose latents travel."""
-
-    @property
-    def library(self) -> PreTrainedConfig:
-        return library("youtu, yarn")
-
-
-@pytest.mark.parametrize(("num_stages", "seed"), [(1, 0), (2, 2), (2, 1)])
-def test_slices_keep_latents(num_stages: int, seed: int) -> None:
-    """Slices on rings and on groups that share out heads; the second keeps the attention of recomputed layers."""
-    sizes = {1: (3,), 2: (1, 2)}[num_stages]
-    case = typical_case(seed, num_ranks=2, layers_of_stage=sizes, is_tied=False)
-    case = Stages(plan=case.plan, sequences=case.sequences, layers_of_stage=sizes, is_tied=False)
-    loss, gradients, _ = run_in_process(case, "float64")
-    assert_equal(loss, gradients, want=expected(case, "float64"), dtype="float64")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def _run(which: str, case: Case, world: ProcessGroups) -> Result:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_in_shards_as_peft_computes_them(run: tuple[str, int], found: dict[tuple[str, int], Result]) -> None:
     config = library()
-    assert_same(found[run], by_peft(run[0], config, RUNS[run]), config=config, what=run)
+    assert_same(found[run], by_peft(run[0], config, RUNS[run]), what=run)
 
 
 Weights = dict[str, torch.Tensor]

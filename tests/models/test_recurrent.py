@@ -13,37 +13,23 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import ModelConfig
-from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.state.snapshots import own_box
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models import causal_lm
-from rayfcp.models.build import random_model, sharded_model
+from rayfcp.models.build import random_model
 from rayfcp.models.compiling import fault_of_compiled
 from rayfcp.models.describe import check_runs, model_config, profile_of
 from rayfcp.models.export import export_checkpoint
 from rayfcp.models.library import kept_buffers, make_library_model
-from rayfcp.models.pretrained import check_weights, read
+from rayfcp.models.pretrained import check_weights
 from rayfcp.models.selfcheck import check_supported
 from rayfcp.models.tensor_parallel import check_tensor_parallel
-from rayfcp.program import lower
-from tests.execute.cases import CASES, SEED, VOCAB, Case, CaseTokens, Gradients
+from tests.execute.cases import CASES, VOCAB, Case
 from tests.execute.gloo import joined, on_processes
-from tests.execute.staged import expected, run_in_process, typical_case
-from tests.models.recurrent import (
-    FAMILIES,
-    assert_near,
-    by_library,
-    disturbed,
-    exact,
-    in_process,
-    library,
-    staged,
-    with_kinds,
-)
+from tests.models.families import Result, assert_same, by_library, in_process
+from tests.models.in_shards import result_in_shards
+from tests.models.recurrent import FAMILIES, library
+from tests.models.ways import assert_stages_same
 
 ALONE = Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),))
 RANKS = {
@@ -63,72 +49,39 @@ mixes tokens."""
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_stay_apart(family: str) -> None:
     config = library(family)
-    found = in_process(config, ALONE, dtype="float64")
-    assert_near(found, by_library(config, ALONE, dtype="float64"), bound=1e-9, what=family)
+    assert_same(in_process(config, ALONE), by_library(config, ALONE), what=family)
 
 
 @pytest.mark.parametrize("family", RANKS)
 def test_ranks_compute_what_one_process_does(family: str) -> None:
     config = library(family)
     for case in RANKS[family]:
-        found = in_process(config, case, dtype="float64")
-        assert_near(found, by_library(config, case, dtype="float64"), bound=1e-9, what=(family, case))
+        assert_same(in_process(config, case), by_library(config, case), what=(family, case))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "minimax"])
-def test_fp32_is_as_near_to_fp64_as_the_library_s(family: str) -> None:
-    """By four times its error, or by 1e-4: gradients of gates are small differences of large sums."""
-    config, case = library(family), CASES[2]
-    want = by_library(config, case, dtype="float64")[1]
-    both = [run(config, case, dtype="float32")[1] for run in (in_process, by_library)]
-    for name, value in want.items():
-        ours, theirs = (float((each[name].double() - value).norm() / value.norm()) for each in both)
-        assert ours <= max(1e-4, 4 * theirs), (name, ours, theirs)
-
-
-@pytest.mark.parametrize("layers_of_stage", [(1, 3), (2, 1, 1)])
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize(("family", "layers_of_stage"), [("qwen3_next", (2, 1, 1)), ("bamba", (1, 3))])
 def test_stages_and_slices(family: str, layers_of_stage: tuple[int, ...]) -> None:
     """Slices take the states and the rows that earlier ones left. Bamba's layers return tuples."""
-    case = staged(family, typical_case(2, num_ranks=2, layers_of_stage=layers_of_stage, is_tied=False))
-    with exact("float64"):
-        loss, gradients, _ = run_in_process(case, "float64")
-        want = expected(case, "float64")
-    assert_near((loss, gradients), want, bound=1e-9, what=family)
+    assert_stages_same(library(family), 2, layers_of_stage=layers_of_stage)
 
 
 @pytest.fixture(scope="module")
-def in_shards() -> dict[str, tuple[float, Gradients]]:
-    """Loss and gradients of two processes by family."""
+def in_shards() -> dict[str, Result]:
+    """Of two processes, by family."""
     return on_processes(_run_in_shards, size=2)[0]
 
 
 SHARDED = ("nemotron_h", "kimi_linear")
 
 
-def _run_in_shards(rank: int, client: dist.Store) -> dict[str, tuple[float, Gradients]]:
+def _run_in_shards(rank: int, client: dist.Store) -> dict[str, Result]:
     with joined(MeshPosition(rank=rank, num_ranks=2), client, name="two") as world:
-        return {family: _run_case(family, world) for family in SHARDED}
-
-
-def _run_case(family: str, world: ProcessGroups) -> tuple[float, Gradients]:
-    config, case = library(family), CASES[1]
-    model = sharded_model(config, run=ModelConfig(dtype="float64"), seed=SEED, world=world)
-    whole = dict(disturbed(config, dtype="float64").named_parameters())
-    for name, parameter in model.named_parameters():
-        local_shard(parameter).copy_(read(whole[name].detach(), own_box(parameter)))
-    program = lower(case.plan(), with_kinds(case.sequences, config))[world.position.rank]
-    interpreter = Interpreter(transport=DistributedTransport(world.attend), kernel=pick_kernel("cpu"), model=model)
-    with exact("float64"):
-        done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
-    loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
-    dist.all_reduce(loss, group=world.control)
-    return float(loss), {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+        return {family: result_in_shards(library(family), CASES[1], world) for family in SHARDED}
 
 
 @pytest.mark.parametrize("family", SHARDED)
-def test_sharded_over_processes(family: str, in_shards: dict[str, tuple[float, Gradients]]) -> None:
-    assert_near(in_shards[family], by_library(library(family), CASES[1], dtype="float64"), bound=1e-9, what=family)
+def test_sharded_over_processes(family: str, in_shards: dict[str, Result]) -> None:
+    assert_same(in_shards[family], by_library(library(family), CASES[1]), what=family)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe"])

@@ -3,7 +3,8 @@
 Inside a chunk of C tokens the recurrence is attention with decay; a delta rule's corrections solve a triangular system
 (the UT transform; Yang et al., Parallelizing Linear Transformers with the Delta Rule, Section 3.2). States pass from
 chunk to chunk, those of all sequences together: step j computes chunk j of each sequence that has one. No exponential
-is of a positive number, however strong the decay.
+is of a positive number, however strong the decay, and each is of a sum over the tokens between two, never of a
+difference of longer sums: strong decays would cancel in it, and so would the parts of a gate's gradient.
 """
 
 import functools
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Lengths
-from rayfcp.execute.kernels.recurrence import Gated
+from rayfcp.execute.kernels.recurrence import Gated, sums_after
 from rayfcp.values.mixers import CHUNK_TOKENS
 
 DIRECT = 16
@@ -106,50 +107,57 @@ def _run(inputs: Gated, *, chunks: _Chunks, state: Tensor | None) -> tuple[Tenso
 
 
 def _decayed(query: Tensor, key: Tensor, *, log_decay: Tensor, is_delta: bool) -> _Decayed:
-    """Decays follow from sums of logarithms over tokens, of which later ones are smaller."""
     is_scalar = log_decay.dim() == query.dim() - 1
-    sums = (log_decay.unsqueeze(-1) if is_scalar else log_decay).cumsum(-2)
     if is_scalar:
-        decays = _below(sums - sums.mT, size=sums.shape[-2]).exp()
+        decays = _decays(log_decay)
         scores, overlaps = (query @ key.mT) * decays, (key @ key.mT) * decays if is_delta else None
+        log_decay = log_decay.unsqueeze(-1)
     else:
-        rows = torch.stack((query, key) if is_delta else (query,)).expand(-1, *sums.shape)
-        products = _decayed_products(rows, key.expand(sums.shape), sums=sums)
+        rows = torch.stack((query, key) if is_delta else (query,)).expand(-1, *log_decay.shape)
+        products = _decayed_products(rows, key.expand(log_decay.shape), log_decay=log_decay)
         scores, overlaps = products[0], products[1] if is_delta else None
-    start, last = sums.exp(), sums[..., -1:, :]
+    sums = log_decay.cumsum(-2)
+    start = sums.exp()
     return _Decayed(
         scores=scores,
         overlaps=overlaps,
         query=query * start,
         key_start=key * start,
-        key_end=key * (last - sums).exp(),
-        whole=last.exp().mT,
+        key_end=key * sums_after(log_decay, dim=-2).exp(),
+        whole=sums[..., -1:, :].exp().mT,
     )
 
 
-def _below(differences: Tensor, *, size: int) -> Tensor:
-    """`[..., size, size]`, minus infinity above the diagonal."""
-    above = torch.ones(size, size, dtype=torch.bool, device=differences.device).triu(1)
-    return differences.masked_fill(above, float("-inf"))
-
-
-def _decayed_products(rows: Tensor, columns: Tensor, *, sums: Tensor) -> Tensor:
-    """`sum_d rows_i,d columns_j,d exp(sums_i,d - sums_j,d)` for j <= i, else 0. `rows`: `[n, ..., size, dk]`."""
-    size = sums.shape[-2]
+def _decays(log_decay: Tensor) -> Tensor:
+    """Decays from token j to token i, `[..., size, size]` for `[..., size]`: the exponential of the sum over (j, i], 0
+    for j > i."""
+    size = log_decay.shape[-1]
     if size <= DIRECT:
-        differences = (sums.unsqueeze(-2) - sums.unsqueeze(-3)).movedim(-1, -3)
-        decayed = _below(differences, size=size).exp().movedim(-3, -1) * columns.unsqueeze(-3)
+        return log_decay.unsqueeze(-1).expand(*log_decay.shape, size).tril(-1).cumsum(-2).exp().tril()
+    halves = log_decay.unflatten(-1, (2, -1))
+    earlier, later = halves.unbind(-2)
+    lower = later.cumsum(-1).exp().unsqueeze(-1) * sums_after(earlier, dim=-1).exp().unsqueeze(-2)
+    return _joined(_decays(halves), lower)
+
+
+def _decayed_products(rows: Tensor, columns: Tensor, *, log_decay: Tensor) -> Tensor:
+    """`sum_d rows_i,d columns_j,d decays_i,j,d` for j <= i, else 0; see `_decays`. `rows`: `[n, ..., size, dk]`."""
+    if log_decay.shape[-2] <= DIRECT:
+        decayed = _decays(log_decay.mT).movedim(-3, -1) * columns.unsqueeze(-3)
         return torch.einsum("n...id,...ijd->n...ij", rows, decayed)
-    parts = (each.unflatten(-2, (2, size // 2)) for each in (rows, columns, sums))
-    row_halves, column_halves, sum_halves = parts
-    squares = _decayed_products(row_halves, column_halves, sums=sum_halves)
-    middle = sum_halves[..., :1, -1:, :]  # between the rows and the columns: both decays are of negative sums
-    left, right = (column_halves, sum_halves), (row_halves, sum_halves)
-    lower = (right[0][..., 1, :, :] * (right[1] - middle)[..., 1, :, :].exp()) @ (
-        left[0][..., 0, :, :] * (middle - left[1])[..., 0, :, :].exp()
-    ).mT
-    top = torch.cat((squares[..., 0, :, :], torch.zeros_like(lower)), dim=-1)
-    return torch.cat((top, torch.cat((lower, squares[..., 1, :, :]), dim=-1)), dim=-2)
+    halves = [each.unflatten(-2, (2, -1)) for each in (rows, columns, log_decay)]
+    squares = _decayed_products(halves[0], halves[1], log_decay=halves[2])
+    (_, row), (column, _), (earlier, later) = (each.unbind(-3) for each in halves)
+    lower = (row * later.cumsum(-2).exp()) @ (column * sums_after(earlier, dim=-2).exp()).mT
+    return _joined(squares, lower)
+
+
+def _joined(squares: Tensor, lower: Tensor) -> Tensor:
+    """The lower triangular matrix `[..., size, size]` with two squares, `[..., 2, size / 2, size / 2]`, on its
+    diagonal and another below it."""
+    first, second = squares.unbind(-3)
+    top = torch.cat((first, torch.zeros_like(lower)), dim=-1)
+    return torch.cat((top, torch.cat((lower, second), dim=-1)), dim=-2)
 
 
 def _pass(whole: Tensor, increments: Tensor, *, state: Tensor, chunks: _Chunks) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,14 @@ class Gated:
         return self.value.shape[1], self.key.shape[2], self.value.shape[2]
 
 
+def sums_after(log_decay: Tensor, *, dim: int) -> Tensor:
+    """Of each token the sum over later ones, 0 for the last; not a difference of sums, in which precision is lost."""
+    later = torch.cat(
+        (log_decay.narrow(dim, 1, log_decay.shape[dim] - 1), torch.zeros_like(log_decay.narrow(dim, 0, 1))), dim=dim
+    )
+    return later.flip(dim).cumsum(dim).flip(dim)
+
+
 class RecurrenceKernel(Protocol):
     """A recurrence over packed sequences, differentiable in its inputs and in the states."""
 

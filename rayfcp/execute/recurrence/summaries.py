@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.kernels import Lengths
-from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel
+from rayfcp.execute.kernels.recurrence import Gated, RecurrenceKernel, sums_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +74,18 @@ def readouts(inputs: Gated, *, lengths: Lengths) -> list[Readout]:
 
 def _closed_form(part: Gated) -> tuple[Tensor, Tensor]:
     """T and U of a part with a scalar or diagonal decay."""
-    sums = part.log_decay.to(part.state_dtype).cumsum(0)
-    key, value, to_end = part.key.to(sums.dtype), part.value.to(sums.dtype), (sums[-1] - sums).exp()
-    if sums.dim() == 2:
+    log_decay = part.log_decay.to(part.state_dtype)
+    key, value, to_end = (
+        part.key.to(log_decay.dtype),
+        part.value.to(log_decay.dtype),
+        sums_after(log_decay, dim=0).exp(),
+    )
+    if log_decay.dim() == 2:
         value = value * to_end.unsqueeze(-1)
     else:
         key = _by_head(key, to_end) * to_end
     increment = torch.einsum("tgk,tgrv->grkv", key, value.unflatten(1, (key.shape[1], -1)))
-    return sums[-1].exp(), increment.flatten(0, 1)
+    return log_decay.sum(0).exp(), increment.flatten(0, 1)
 
 
 def _by_head(rows: Tensor, heads: Tensor) -> Tensor:

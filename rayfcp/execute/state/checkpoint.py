@@ -3,6 +3,7 @@
 The state has the names and keys of `get_state_dict` with the options `_BY_NAME`.
 """
 
+import functools
 import io
 import os
 import pickle
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rayfcp.config.models import TrainConfig
-from rayfcp.execute.optimization import options_of
+from rayfcp.execute.optimization import is_decayed, options_of
 from rayfcp.execute.reports import FileSum, SavedPart, SavedTensor, sum_files
 from rayfcp.values.state import BUFFER, PARAMETER, Box
 
@@ -62,7 +63,7 @@ def write_index(folder: Path, parts: Sequence[SavedPart], *, step: int, config: 
     for each in (tensor for part in parts for tensor in part.tensors):
         shards[each.entry.name, each.entry.kind].append(each)
     scalars = {name: value for part in parts for name, value in part.scalars.items()}
-    index, options = _Index(), _Options(config, step=step)
+    index, options = _Index(), functools.cache(functools.partial(options_of, config, step=step))
     trained: set[str] = set()
     for (name, kind), tensors in shards.items():
         if kind in (PARAMETER, BUFFER):
@@ -73,21 +74,11 @@ def write_index(folder: Path, parts: Sequence[SavedPart], *, step: int, config: 
             trained.add(name)
             for scalar, value in scalars.items():
                 index.add_scalar(("optimizer", f"state.{name}.{scalar}"), value)
-            for option, value in options[len(tensors[0].entry.box.sizes)].items():
+            decayed = is_decayed(name, num_dimensions=len(tensors[0].entry.box.sizes))
+            for option, value in options(decayed=decayed).items():
                 index.add_object(("optimizer", f"param_groups.{name}.{option}"), value)
     index.write(folder)
     return sum_files(folder, [COMMON, METADATA])
-
-
-class _Options(dict[int, dict[str, Any]]):
-    """Options of the optimizer after a step, by the number of a parameter's dimensions."""
-
-    def __init__(self, config: TrainConfig, *, step: int) -> None:
-        self._config, self._step = config, step
-
-    def __missing__(self, num_dimensions: int) -> dict[str, Any]:
-        self[num_dimensions] = options_of(num_dimensions, self._config, step=self._step)
-        return self[num_dimensions]
 
 
 class _Index:
