@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.kept import KeptResults
 from rayfcp.models.latent import up_projection
+from rayfcp.models.temperature import scaled_by_position
 from rayfcp.values import FULL, LayerKind, attends
 
 IMPLEMENTATION = "rayfcp"
@@ -22,19 +23,23 @@ IMPLEMENTATION = "rayfcp"
 KEYWORD = "rayfcp_attention"
 """Keyword argument of the model, its layers and their attention that is `Carried`."""
 
+_MASK = "attention_mask"
+"""Argument that also is `Carried` in layers that attend: some families' layers pass their attention nothing else."""
+
 
 class Carried:
-    """An `AttentionContext` on its way through the library's modules.
+    """An `AttentionContext` on its way through the library's modules, and the positions of its tokens, `[tokens]` or
+    `[axes, tokens]`.
 
     No dataclass: of these torch looks at each field, down to the lengths of all sequences. FSDP2 searches them for
     tensors in every call of a layer (torch 2.13), and compiled code is for one value of a frozen one, so that layers
     were compiled anew for each number of sequences and soon not at all (torch 2.11).
     """
 
-    __slots__ = ("context",)
+    __slots__ = ("context", "positions")
 
-    def __init__(self, context: AttentionContext) -> None:
-        self.context = context
+    def __init__(self, context: AttentionContext, positions: Tensor | None = None) -> None:
+        self.context, self.positions = context, positions
 
 
 def _attend(
@@ -42,21 +47,22 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,  # noqa: ARG001  the library has none for us
+    attention_mask: Carried | None = None,
     *,
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, value_dim]` out, as the library defines it; keys and
     values may be latents (`rayfcp.models.latent`)."""
-    carried: Carried | None = keywords.get(KEYWORD)
-    if carried is None:
+    carried = keywords.get(KEYWORD, attention_mask)
+    if not isinstance(carried, Carried):
         raise ValueError(
             f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
         )
     context, window = carried.context, keywords.get("sliding_window") or 0
     if window != context.kind.window:
         context = context.of_kind(LayerKind(window=window))
+    query = scaled_by_position(module, query, positions=carried.positions)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -83,6 +89,31 @@ def follow_context(layers: Mapping[int, nn.Module], *, kinds: Sequence[LayerKind
         layer.forward = functools.partial(_forward, layer.forward, index, number, kind)
 
 
+def pass_contexts(layers: nn.ModuleList, *, kinds: Sequence[LayerKind]) -> None:
+    """Let the layers of a whole model, called by the library, pass their context in all arguments that reach attention.
+    `kinds`: as of `follow_context`."""
+    for layer, kind in zip(layers, kinds or [FULL] * len(layers), strict=True):
+        layer.register_forward_pre_hook(functools.partial(_pass_context, kind), with_kwargs=True)
+
+
+def _pass_context(kind: LayerKind, _layer: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+    carried: Carried | None = keywords.get(KEYWORD)
+    if carried is None:
+        return None
+    own = Carried(_of_layer(carried.context, kind), carried.positions)
+    return args, _passing(own, keywords, kind=kind)
+
+
+def _of_layer(context: AttentionContext, kind: LayerKind) -> AttentionContext:
+    return context.of_kind(kind) if attends(kind) else context
+
+
+def _passing(carried: Carried, keywords: dict[str, Any], *, kind: LayerKind) -> dict[str, Any]:
+    """Keywords of a layer's call with `carried`: also as the mask, unless a recurrence would multiply by it."""
+    masks = {_MASK: carried} if _MASK in keywords and not kind.recurrence else {}
+    return keywords | masks | {KEYWORD: carried}
+
+
 def compile_around_attention(layer: nn.Module, *, backend: str) -> None:
     """Let `torch.compile` fuse what a layer that follows contexts computes before and after its attention, which stays
     as it is. Numbers of tokens are symbols."""
@@ -96,13 +127,13 @@ def _forward(original: Any, index: int, number: int, kind: LayerKind, *args: Any
     carried: Carried | None = keywords.get(KEYWORD)
     if carried is None:
         return original(*args, **keywords)
-    context = carried.context.of_kind(kind) if attends(kind) else carried.context
+    context = _of_layer(carried.context, kind)
     recomputed = index < context.recomputed_layers
     kept = KeptResults() if recomputed and context.keeps_attention else None
 
     def run(*args: Any, **keywords: Any) -> Any:
         own = replace(context, layer=number, recomputed=recomputed, kept=kept, calls=Counter())
-        return original(*args, **keywords | {KEYWORD: Carried(own)})
+        return original(*args, **_passing(Carried(own, carried.positions), keywords, kind=kind))
 
     if not recomputed:
         return run(*args, **keywords)

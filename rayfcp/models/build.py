@@ -41,6 +41,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 WITHOUT_ADAPTERS = LoraConfig()
 
+_ACTIVATIONS = "transformers.activations"
+"""The library's module of functions such as xIELU, whose weights are constants of their constructors."""
+
 
 class Initializer:
     """Draws each module's weights from a seed of its own, one module at a time.
@@ -99,26 +102,27 @@ class Initializer:
             torch.manual_seed(int.from_bytes(digest, "big"))
             if MARK in name:
                 lora_module().draw(name, fresh)
+            elif type(fresh).__module__ == _ACTIVATIONS:
+                fresh.load_state_dict(type(fresh)().state_dict())
             else:
-                self._families[name]._init_weights(fresh)
-                self._draw_by_ancestors(name, fresh)
+                self._draw_by_family(name, fresh)
         if any(bool(tensor.isnan().any()) for tensor in own):
             raise ValueError(f"{type(template).__name__} holds weights which its family does not initialise")
         return fresh
 
-    def _draw_by_ancestors(self, name: str, fresh: nn.Module) -> None:
-        """Let the family initialise in `fresh` what it initialises by modules around it, such as the gates of some
-        experts: in a copy of the model whose other weights it takes for initialised."""
+    def _draw_by_family(self, name: str, fresh: nn.Module) -> None:
+        """Let the family initialise `fresh`, by itself and by modules around it, such as the gates of some experts: in
+        a copy of the model whose other weights it takes for initialised."""
         path, _, child = name.rpartition(".")
         holder = self._whole.get_submodule(path)
         replaced = getattr(holder, child)
         fresh._modules.update(replaced._modules)
         setattr(holder, child, fresh)
-        names = path.split(".")
+        names = name.split(".")
         for end in range(len(names), 0, -1):
-            ancestor = self._whole.get_submodule(".".join(names[:end]))
-            if not isinstance(ancestor, nn.ModuleList):
-                self._families[name]._init_weights(ancestor)
+            around = self._whole.get_submodule(".".join(names[:end]))
+            if not isinstance(around, nn.ModuleList):
+                self._families[name]._init_weights(around)
         setattr(holder, child, replaced)
         fresh._modules.clear()
 

@@ -25,7 +25,7 @@ from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import decoder_layers, decoder_of, text_of
 from rayfcp.models.logits import LogitCurve, curve_of
 from rayfcp.models.recurrence_hook import hook_recurrence
-from rayfcp.models.stages import Stage, cut, enter, head_of, is_tied
+from rayfcp.models.stages import Stage, before_head, cut, enter, head_of, is_tied
 
 if TYPE_CHECKING:
     from rayfcp.execute.vision import PlacedFeatures
@@ -190,13 +190,14 @@ class CausalLM(StageModule):
             placed: Image features in place of the embeddings of their tokens.
         """
         given = self._decoder_inputs(inputs, placed)
-        given[KEYWORD] = Carried(attention)
+        given[KEYWORD] = Carried(attention, positions)
         output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False)
         hidden: Tensor = output.last_hidden_state
         if not self.stage.is_last:
             return hidden
         assert targets is not None
-        hidden = hidden.squeeze(0)
+        between = before_head(self.model)
+        hidden = (between(hidden) if between else hidden).squeeze(0)
         few = min(loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size()), LOSS_CHUNK_TOKENS)
         return self._loss(hidden, targets, few=few, keep_logits=keep_logits)
 

@@ -15,6 +15,7 @@ from rayfcp.models.library import (
     has_reward_head,
     is_saved_classifier,
     lora_module,
+    remove_padding,
     text_of,
     vision_family,
 )
@@ -33,7 +34,7 @@ _SAME_NAMES = (
 )
 """Fields that mean the same in `ModelProfile` and `ArchitectureConfig`."""
 
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_SHAPE = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 def model_config(
@@ -58,8 +59,12 @@ def model_config(
     check_text_only(found, given=f"model.{field} is {value!r}")
     # Families have default padding ids, which smaller vocabularies do not contain; packing needs none.
     text = text_of(found)
-    if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
-        text.pad_token_id = None
+    pad, words = getattr(text, "pad_token_id", None) or 0, getattr(text, "vocab_size", None) or math.inf
+    if pad >= words and not remove_padding(text):
+        raise ConfigError(
+            f"model: pad_token_id is {pad}, must be below vocab_size {words} for {text.model_type}, which cannot be "
+            "without; set one of them in the model's config.json"
+        )
     set_rope(found, config.rope, max_seqlen=max_seqlen)
     _set_head(found, config, is_reward=is_reward)
     check_runs(text)
@@ -175,9 +180,10 @@ def check_runs(found: PreTrainedConfig) -> None:
 
 
 def dropout_keys(found: PreTrainedConfig) -> list[str]:
-    """Keys of rates of dropout that are not 0, under all names that families give them; that of classification heads
-    is not used."""
-    rates = {name: value for name, value in vars(found).items() if "drop" in name and isinstance(value, int | float)}
+    """Keys of rates of dropout, and of a router's random jitter, that are not 0, under all names that families give
+    them; that of classification heads is not used."""
+    numbers = {name: value for name, value in vars(found).items() if isinstance(value, int | float)}
+    rates = {name: value for name, value in numbers.items() if "drop" in name or "jitter" in name}
     return [
         name
         for name, value in rates.items()

@@ -23,7 +23,7 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES, first_buffers, random_model
 from rayfcp.models.describe import configured_model
-from rayfcp.models.library import has_reward_head, lora_module, text_of
+from rayfcp.models.library import has_reward_head, lora_module, remove_padding, text_of
 from rayfcp.models.multimodal import TextPart, part_at
 from rayfcp.models.pretrained import Source, aliases_of, library_on_meta, other_weights
 
@@ -91,7 +91,10 @@ def _set_padding(config: PreTrainedConfig, tokenizer: Any) -> None:
     """Name the token that pads batches: a reward is that of the last other token, and without one the library refuses
     batches. None if the tokenizer pads with what ends its sequences, whose reward would be that of the token before."""
     pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    config.pad_token_id = None if pad is None or pad == end or pad >= config.vocab_size else pad
+    if pad is None or pad == end or pad >= config.vocab_size:
+        remove_padding(config)
+    else:
+        config.pad_token_id = pad
 
 
 def _copied_tokenizer(data: DataConfig, target: Path) -> Any:

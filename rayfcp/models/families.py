@@ -34,11 +34,17 @@ CAUSAL_FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 _HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_ROTATED = {"rope_type": "default", "rope_theta": 10000.0}
 _NEEDED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 10,
+        "rope_parameters": {"sliding_attention": _ROTATED, "full_attention": None},
+    },
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS | {"num_experts": 8, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": _HEADS,
     "nemotron": _HEADS,
 }

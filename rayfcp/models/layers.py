@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.models.recurrent import check_recurrence, mixing_of
+from rayfcp.models.recurrent import mixing_of
 from rayfcp.values import FULL, LayerKind
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -14,14 +14,31 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 _EXPERTS_OF_TOKENS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Keys of the number of experts, and of those that a token passes, by family."""
 
+_SELECTIVE = "its recurrence, Mamba's selective scan, decays each number of a state on its own, for which there is no "
+_BIASED = (
+    "its attention adds a bias by relative position to its scores, for which there is no kernel over several ranks"
+)
+_TWICE = "its layers attend twice, which costs and kept keys and values do not know"
+_REFUSED = {
+    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), f"{_SELECTIVE}kernel over several ranks"),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASED),
+    **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
+    "recurrent_gemma": "its recurrence (RG-LRU) has no kernel over several ranks",
+    "rwkv": "its recurrence (WKV) has no kernel over several ranks",
+    "xlstm": "its recurrence (mLSTM) has no kernel over several ranks",
+    "zamba2": "its layers share the weights of their attention",
+    "zaya": "its convolutions of queries and keys are code of its own, and its routers take states of earlier layers",
+}
+"""Families that cannot run, with the reason."""
+
 
 def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
-        ConfigError: A layer's attention is neither full nor over a window of known size, or depends on the row of a
-            token in its batch, or the family's recurrence has no kernel.
+        ConfigError: A layer's attention is neither full nor over a window of known size, or the family cannot run.
     """
-    check_recurrence(config)
+    if config.model_type in _REFUSED:
+        raise ConfigError(f"model: {config.model_type} does not run, {_REFUSED[config.model_type]}; choose another")
     types = getattr(config, "layer_types", None) or []
     if _INDEXED in types:
         raise ConfigError(
@@ -32,12 +49,6 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     unknown = sorted({each for each in types if each not in known and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(f"model: layers are of types {unknown}, only {', '.join(known)} run; choose another model")
-    if getattr(config, "attn_temperature_tuning", False):
-        raise ConfigError(
-            f"model: {config.model_type} has attn_temperature_tuning, which scales queries by their row in a batch and "
-            "not by their position in a sequence, so that losses depend on packing; set it to false in the model's "
-            "config.json if it was trained without, or choose another model"
-        )
     window = getattr(config, "sliding_window", None)
     if (_SLIDING in types and not window) or (window or 0) < 0:
         raise ConfigError(

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -221,8 +222,8 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     if config.model_type in RECURRENT:
         for name, value in RECURRENT[config.model_type].narrow(tiny).items():
             setattr(tiny, name, value)
-    if getattr(tiny, "pad_token_id", None) is not None:
-        tiny.pad_token_id = None
+    if not remove_padding(tiny):
+        tiny.pad_token_id = tiny.vocab_size - 1
     return with_layers(tiny, max(num_layers, _layers_of_each_shape(tiny)))
 
 
@@ -237,6 +238,15 @@ def _narrow_keys(config: Any) -> dict[str, int]:
         if value := getattr(config, name, None):
             found[name] = min(value, size)
     return found
+
+
+def remove_padding(config: PreTrainedConfig) -> bool:
+    """Set the padding id to none, since packing needs none; False if the family must have one, which stays."""
+    try:
+        config.pad_token_id = None
+    except StrictDataclassFieldValidationError:
+        return False
+    return True
 
 
 def _narrow_experts(config: PreTrainedConfig) -> dict[str, int]:

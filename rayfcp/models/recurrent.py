@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rayfcp.config import ConfigError
 from rayfcp.values import HybridKind, LayerKind, RecurrentKind, TokenwiseKind
 
 STATE_SIZE = 16
@@ -20,17 +19,6 @@ _HYBRID = "hybrid"
 
 _TOKENWISE = ("mlp", "moe")
 """Its types of layers that mix no tokens."""
-
-_SELECTIVE = "its recurrence, Mamba's selective scan, decays each number of a state on its own, for which there is no "
-_REFUSED = {
-    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), f"{_SELECTIVE}kernel over several ranks"),
-    "mamba2": "transformers passes no keywords to its layers, by which they would receive the program of a batch",
-    "zamba2": "its layers share the weights of their attention",
-    "recurrent_gemma": "its recurrence (RG-LRU) has no kernel over several ranks",
-    "rwkv": "its recurrence (WKV) has no kernel over several ranks",
-    "xlstm": "its recurrence (mLSTM) has no kernel over several ranks",
-}
-"""Families that cannot run, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +58,10 @@ def _nemotron(config: Any) -> dict[str, int]:
     return {"mamba_num_heads": 2 * config.n_groups, "mamba_head_dim": STATE_SIZE, "ssm_state_size": STATE_SIZE}
 
 
+def _mamba2(config: Any) -> dict[str, int]:
+    return {"num_heads": config.expand * config.hidden_size // config.head_dim, "state_size": STATE_SIZE, "n_groups": 2}
+
+
 FAMILIES: dict[str, RecurrentFamily] = {
     "qwen3_next": RecurrentFamily(width="linear_conv_kernel_dim", narrow=_delta),
     "qwen3_5_text": RecurrentFamily(width="linear_conv_kernel_dim", narrow=_delta),
@@ -81,20 +73,13 @@ FAMILIES: dict[str, RecurrentFamily] = {
     "bamba": RecurrentFamily(width="mamba_d_conv", num_outputs=2, narrow=_mamba),
     "granitemoehybrid": RecurrentFamily(width="mamba_d_conv", narrow=_mamba),
     "falcon_h1": RecurrentFamily(width="mamba_d_conv", num_outputs=1, narrow=_mamba),
+    "mamba2": RecurrentFamily(width="conv_kernel", narrow=_mamba2),
     "minimax": RecurrentFamily(width=None),
     "lfm2": RecurrentFamily(width="conv_L_cache"),
     "lfm2_moe": RecurrentFamily(width="conv_L_cache"),
+    "lfm3": RecurrentFamily(width="conv_L_cache"),
 }
 """By `model_type`."""
-
-
-def check_recurrence(config: PreTrainedConfig) -> None:
-    """
-    Raises:
-        ConfigError: The family cannot run.
-    """
-    if config.model_type in _REFUSED:
-        raise ConfigError(f"model: {config.model_type} does not run, {_REFUSED[config.model_type]}; choose another")
 
 
 def recurrence_of(config: PreTrainedConfig) -> RecurrentKind | None:

@@ -49,6 +49,7 @@ _RECURRENCES: tuple[tuple[tuple[str, str, str], int], ...] = (
     (("linear_num_heads", "linear_head_dim", "linear_head_dim"), 2),
     (("mamba_num_heads", "ssm_state_size", "mamba_head_dim"), 0),
     (("mamba_n_heads", "mamba_d_state", "mamba_d_head"), 0),
+    (("num_heads", "state_size", "head_dim"), 0),
 )
 """Keys of a recurrence's heads, of the rows of their states, and of the columns, and of which power of the rows a
 head's transition is: 2 of delta rules, 0 of Mamba-2."""

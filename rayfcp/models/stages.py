@@ -88,6 +88,12 @@ def head_of(library: Any) -> Any:
     return getattr(library, REWARD_HEAD) if has_reward_head(library.config) else library.get_output_embeddings()
 
 
+def before_head(library: Any) -> Any:
+    """The module between the decoder and `head_of`, which only some families have; None in others."""
+    found, head = getattr(library, "lm_head", None), head_of(library)
+    return found if isinstance(found, nn.Module) and found is not head else None
+
+
 def is_tied(library: Any) -> bool:
     """True if embedding and head are one matrix."""
     outputs = head_of(library)

@@ -28,8 +28,8 @@ from tests.execute.threads import InProcessTransport
 DTYPE = "float64"
 BOUND = 1e-10
 """Relative error of fp64."""
-EAGER = ("gemma2", "gpt_oss")
-"""Families with caps or sinks, which the library's sdpa lacks."""
+EAGER = ("gemma2", "gpt_oss", "mamba2")
+"""Families with caps or sinks, which the library's sdpa lacks, and without attention."""
 
 
 @dataclass(frozen=True, kw_only=True)

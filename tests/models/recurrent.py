@@ -45,9 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 16,
     },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "num_hidden_layers": 3},
+    "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 6},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": TYPES},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 9},
 }
 
 

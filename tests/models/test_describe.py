@@ -136,7 +136,12 @@ REFUSED = {
         {},
         r"types \['heavily_compressed_attention'\], only full_attention, sliding_attention, chunked",
     ),
-    "queries scaled by their rows": ("llama4_text", {}, r"llama4_text has attn_temperature_tuning, which scales"),
+    "a router's noise": ("phimoe", {"pad_token_id": None}, r"router_jitter_noise=0\.01, must be 0"),
+    "words without one that pads": (
+        "modernbert-decoder",
+        {"pad_token_id": VOCAB, "vocab_size": VOCAB},
+        rf"pad_token_id is {VOCAB}, must be below vocab_size {VOCAB} for modernbert-decoder, which cannot be without",
+    ),
     "layers that slide by nothing": (
         "qwen2",
         {"layer_types": ["sliding_attention", "full_attention"]},
@@ -167,10 +172,9 @@ def test_what_does_not_run_is_named(what: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith("model") and "\n" not in str(caught.value)
 
 
-def test_a_family_that_counts_layers_otherwise_is_refused(tmp_path: Path) -> None:
-    """`num_hidden_layers` of LongCat-Flash counts each layer of its decoder twice."""
+def test_a_family_that_attends_twice_in_a_layer_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("longcat_flash").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"longcat_flash layers cannot be made .*num_hidden_layers=1 makes 0"):
+    with pytest.raises(ConfigError, match="longcat_flash does not run, its layers attend twice"):
         model_config(ModelConfig(path=str(tmp_path)), vocab_size=VOCAB)
 
 

@@ -1,11 +1,17 @@
 """Every family that trains: loss, logits and gradients of packed batches are the library's own, on any ranks."""
 
 import pytest
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from tests.execute.cases import VOCAB, Case
-from tests.models.families import assert_same, by_library, in_process
+from rayfcp.models.attention_hook import IMPLEMENTATION, KEYWORD, Carried, pass_contexts
+from rayfcp.models.layers import kinds_of_layers
+from rayfcp.models.library import decoder_layers, decoder_of, make_library_model
+from rayfcp.values.layers import count_kinds
+from tests.execute.cases import VOCAB, Case, CaseTokens
+from tests.models.families import assert_same, by_library, disturbed, in_process
 from tests.models.folders import FOLDERS, SHAPE
+from tests.models.helpers import context_of
 from tests.models.test_latent import EXPERTS, MODELS, SIZES
 from tests.models.ways import WAYS, assert_stages_same
 
@@ -19,17 +25,20 @@ LLAMA3 = {
 }
 SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 9}
 CHUNKED = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 7}
+SCALED = {"no_rope_layers": [1, 0, 1], "floor_scale": 4, "attn_scale": 0.5}
 KEYS = {
     **FOLDERS,
     "gemma2, capped": ("gemma2", SLIDING | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
     "gpt_oss, sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "cohere2, scaled": ("cohere2", SLIDING | {"logit_scale": 0.25}),
     "granite, divided": ("granite", {"logits_scaling": 4.0}),
-    "llama4, chunks": (
+    "llama4, chunks, queries scaled by position": (
         "llama4_text",
-        CHUNKED | {"num_local_experts": 3, "intermediate_size_mlp": 40, "attn_temperature_tuning": False},
+        CHUNKED | SCALED | {"num_local_experts": 3, "intermediate_size_mlp": 40},
     ),
     "glm4_moe": ("glm4_moe", {"first_k_dense_replace": 1, **EXPERTS}),
+    "apertus, whose activation has weights": ("apertus", {}),
+    "nemotron, whose layers drop keywords": ("nemotron", {}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     **{what: (family, SIZES | keys) for what, (family, keys) in MODELS.items()},
 }
@@ -91,3 +100,19 @@ def test_other_ways_of_running_a_batch(what: str, how: str) -> None:
 def test_slices_on_stages(what: str, seed: int, layers_of_stage: tuple[int, ...]) -> None:
     """On rings and on groups that share out heads (1); those keep the attention of recomputed layers."""
     assert_stages_same(library(what), seed, layers_of_stage=layers_of_stage)
+
+
+@pytest.mark.parametrize("what", ["llama4, chunks, queries scaled by position", "nemotron, whose layers drop keywords"])
+def test_a_model_that_the_library_calls(what: str) -> None:
+    """As `transformers.Trainer` does: its layers are not ours."""
+    config, case = library(what), CASES[0]
+    model = make_library_model(library(what), attention=IMPLEMENTATION).double()
+    model.load_state_dict(disturbed(config).model.state_dict())
+    kinds = kinds_of_layers(config)
+    pass_contexts(decoder_layers(decoder_of(model)), kinds=kinds)
+    rows = [torch.from_numpy(row) for row in CaseTokens(case).rows]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    carried = Carried(context_of(case.lengths, layer_kinds=count_kinds(kinds)), positions)
+    given = {"position_ids": positions[None], "use_cache": False, KEYWORD: carried}
+    found = model(input_ids=torch.cat(rows)[None], **given).logits[0]
+    torch.testing.assert_close(found, by_library(config, case).logits, rtol=1e-6, atol=1e-6)  # norms are fp32

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen2_moe, shared experts": TWO,
     "deepseek_v3": TWO,
     "youtu, yarn": TWO,
+    "apertus, whose activation has weights": TWO,
 }
 NUM_PROCESSES = THREE.num_ranks
 

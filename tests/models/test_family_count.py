@@ -7,12 +7,22 @@ import pytest
 
 from rayfcp.models.families import main
 
-RUN = ("llama", "gpt2", "gemma2", "gpt_oss", "cohere2", "granite", "minicpm3", "gemma3", "mistral3")
+RUN = (
+    "llama",
+    "gpt2",
+    "gemma2",
+    "gpt_oss",
+    "cohere2",
+    "minicpm3",
+    "apertus",
+    "modernbert-decoder",
+    "gemma3",
+    "mistral3",
+)
 REFUSED = {
     "bart": "has an encoder",
     "bert": "has no list of layers",
     "falcon": "code of its own",
-    "llama4_text": "attn_temperature_tuning",
     "deepseek_v32": "indexer",
     "qwen2_5_vl": "only text runs",
     "cohere2_vision": "from cohere2 alone",

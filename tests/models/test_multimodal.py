@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {
             **SHAPE,
             **{"intermediate_size_mlp": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2},
-            **{"attn_temperature_tuning": False, "attention_chunk_size": 6, "no_rope_layers": [1, 0, 1]},
+            **{"floor_scale": 4, "attn_scale": 0.5, "attention_chunk_size": 6, "no_rope_layers": [1, 0, 1]},
         },
         "vision_config": {**VISION, **PIXELS, "vision_output_dim": 16, "projector_output_dim": 16},
     },

@@ -39,8 +39,10 @@ RANKS = {
     "bamba": (CASES[6],),
     "granitemoehybrid": (CASES[3],),
     "falcon_h1": (CASES[2],),
+    "mamba2": (CASES[3],),
     "minimax": (CASES[8], CASES[7]),
-    "lfm2": (CASES[2], CASES[4]),
+    "lfm2": (CASES[2],),
+    "lfm3": (CASES[4],),
 }
 """Rings of one to five ranks, Ulysses groups, heads shared by runs of ranks; layers recomputed with and without what
 mixes tokens."""
@@ -84,7 +86,7 @@ def test_sharded_over_processes(family: str, in_shards: dict[str, Result]) -> No
     assert_same(in_shards[family], by_library(library(family), CASES[1]), what=family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe", "mamba2"])
 def test_from_a_folder_and_back(family: str, tmp_path: Path) -> None:
     """Checkpoints hold parameters; buffers of the state are those that the run started from."""
     first = make_library_model(library(family), dtype=torch.float32)
@@ -160,7 +162,7 @@ def test_compiled_around_recurrence() -> None:
     assert found is None
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba2", "zamba2", "recurrent_gemma", "rwkv"])
+@pytest.mark.parametrize("family", ["jamba", "zamba2", "recurrent_gemma", "rwkv"])
 def test_other_recurrences_are_refused(family: str) -> None:
     with pytest.raises(ConfigError, match=f"^model: {family} does not run, ") as caught:
         check_runs(AutoConfig.for_model(family))

@@ -57,6 +57,12 @@ def extended(path: str, rope: str | None, *, max_seqlen: int = MAX_SEQLEN, **mor
     return model_config(run, vocab_size=VOCAB, max_seqlen=max_seqlen)
 
 
+def in_long_runs(rope: str, **keys: Any) -> dict[str, Any]:
+    """The same for runs with long sequences, whose short ones have longrope's long table too."""
+    found = in_library(rope, **keys)
+    return found | ({"short_factor": found["long_factor"]} if rope == "longrope" else {})
+
+
 def in_library(rope: str, **keys: Any) -> dict[str, Any]:
     """The library's parameters for a rope of `ROPES`, written by hand."""
     found = {"rope_type": rope, "rope_theta": 10_000.0, **ROPES[rope], **keys}
@@ -71,10 +77,7 @@ def in_library(rope: str, **keys: Any) -> dict[str, Any]:
 def test_packed_batches_as_the_library_computes_them(rope: str, tmp_path: Path) -> None:
     config = extended(folder_of(tmp_path), rope)
     shape = {**SHAPE, "vocab_size": VOCAB, "max_position_embeddings": 4 * POSITIONS}
-    given = in_library(rope)
-    if rope == "longrope":  # the run's longest sequence chooses the table of all
-        given["short_factor"] = given["long_factor"]
-    theirs = AutoConfig.for_model("qwen3", **shape, rope_parameters=given)
+    theirs = AutoConfig.for_model("qwen3", **shape, rope_parameters=in_long_runs(rope))
     for case in CASES:
         assert_same(in_process(config, case), by_library(theirs, case), what=(rope, case.num_ranks))
 
@@ -85,9 +88,7 @@ def test_by_layer_type_layers_with_full_attention_are_extended(rope: str, tmp_pa
     path = folder_of(tmp_path, "gemma3_text", layer_types=types, sliding_window=9)
     config: Any = extended(path, rope, theta=2e5)
     local = {"rope_type": "default", "rope_theta": 10_000.0}
-    due = in_library(rope, theta=2e5)
-    if rope == "longrope":
-        due["short_factor"] = due["long_factor"]
+    due = in_long_runs(rope, theta=2e5)
     assert config.rope_parameters == {"full_attention": due, "sliding_attention": local}
     check_supported(config)
 

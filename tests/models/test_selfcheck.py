@@ -39,6 +39,7 @@ def library(family: str, **keys: Any) -> PreTrainedConfig:
         "biogpt",
         "qwen3_moe",
         "olmoe",
+        "stablelm",
     ],
 )
 def test_families_that_agree_pass(family: str) -> None:
@@ -51,12 +52,6 @@ REFUSED = {
         "bert",
         {},
         "bert cannot be trained, a tiny one fails with .*BertModel has no list of layers",
-    ),
-    "our keyword is dropped": ("stablelm", {}, "StableLmAttention was called without rayfcp_attention"),
-    "our keyword is dropped in groups": (
-        "nemotron",
-        {"num_key_value_heads": 8},
-        "NemotronAttention was called without rayfcp_attention",
     ),
     "attends twice": ("diffllama", {}, "some of its layers do not use our attention"),
 }

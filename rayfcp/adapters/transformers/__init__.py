@@ -27,7 +27,9 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import new_channel
 from rayfcp.execute.parallel.transport import DistributedTransport, LoneTransport
-from rayfcp.models.attention_hook import IMPLEMENTATION
+from rayfcp.models.attention_hook import IMPLEMENTATION, pass_contexts
+from rayfcp.models.layers import kinds_of_layers
+from rayfcp.models.library import decoder_layers, decoder_of, text_of
 from rayfcp.plan import hardware_profile
 from rayfcp.values.devices import CPU, DEVICES
 
@@ -77,6 +79,8 @@ def enable_flexible_cp(
     tokens = cluster.max_tokens_per_rank
     logger.info("%s on %d ranks of at most %d tokens; costs of %s", strategy, cluster.num_ranks, tokens, machine.name)
     channels = _channels(trainer) if cluster.num_ranks > 1 else {}
+    library = causal_lm(trainer)
+    pass_contexts(decoder_layers(decoder_of(library)), kinds=kinds_of_layers(text_of(library.config)))
     enabled: Any = trainer
     enabled.__class__ = type(type(trainer).__name__, (FlexibleCPTrainer, type(trainer)), {})
     enabled.batch_planner = BatchPlanner(

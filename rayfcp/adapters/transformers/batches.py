@@ -118,7 +118,7 @@ class Microbatch:
             "labels": targets,
             "shift_labels": targets,
             "use_cache": False,
-            KEYWORD: Carried(AttentionContext.of(self.forward, transport=transport, kernel=kernel)),
+            KEYWORD: Carried(AttentionContext.of(self.forward, transport=transport, kernel=kernel), positions[0]),
         }
 
 
