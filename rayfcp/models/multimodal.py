@@ -95,6 +95,8 @@ def check_text_alone(found: PreTrainedConfig, text: PreTrainedConfig) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             config = narrowed(text, _LAYERS)
+            config.num_labels = 2  # of a reward model's too, logits are compared
+            config.pad_token_id = 0  # which some families put in place of images before they look up tokens
             alone = make_library_model(copy.deepcopy(config), attn_implementation="eager").float().eval()
             part = _part_of(found, config, attn_implementation="eager")
             for inner, outer in part.paths.items():

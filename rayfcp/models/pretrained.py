@@ -260,7 +260,7 @@ def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, on
 
 def other_weights(part: TextPart, path: str) -> dict[str, Source]:
     """Weights of a multimodal model at `path` beside its text part, by their names in the whole model."""
-    return dict(_sources(WeightFiles(path), part.whole, wanted=part.others()))
+    return dict(_sources(WeightFiles(path), part.whole, wanted=part.others(), part=part))
 
 
 def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files: WeightFiles) -> None:
@@ -274,7 +274,7 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
     wanted = {alias: each for name, each in placed for alias in aliases.get(name or "", ())}
     shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
     filled: dict[int, str] = {}
-    for name, source in _sources(files, library, wanted=wanted.keys()):
+    for name, source in _sources(files, library, wanted=wanted.keys(), part=part):
         if tuple(source.shape) != shapes[name]:
             shape, wanted_shape = list(source.shape), list(shapes[name])
             raise files.error(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json; {_FITTING}")
@@ -325,19 +325,21 @@ class _Recipe:
         return patterns[0] not in name or any(name.replace(patterns[0], each) in wanted for each in patterns)
 
 
-def _sources(files: WeightFiles, library: Any, *, wanted: Iterable[str]) -> Iterator[tuple[str, Source]]:
+def _sources(
+    files: WeightFiles, library: Any, *, wanted: Iterable[str], part: TextPart | None
+) -> Iterator[tuple[str, Source]]:
     """Names in `wanted` of the library's model, each with its source.
 
     Raises:
-        ConfigError: A tensor of the files has no place in the model, or cannot be converted.
+        ConfigError: A tensor of the files, of which we run the text `part`, has no place there, or cannot be converted.
     """
-    for name, recipe in _recipes(files, library).items():
+    for name, recipe in _recipes(files, library, part).items():
         if recipe.may_make(name, wanted):
             made = _converted(name, recipe, files, library)
             yield from ((each, source) for each, source in made.items() if each in wanted)
 
 
-def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
+def _recipes(files: WeightFiles, library: Any, part: TextPart | None) -> dict[str, _Recipe]:
     """Recipes by first target, in the library's order, which is that of parts to be stacked. What only a causal LM has
     is left out of a reward model."""
     from transformers.core_model_loading import dot_natural_key
@@ -349,6 +351,8 @@ def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
         if name in own.state:
             recipe = recipes.setdefault(name, _Recipe(own.converter_of[pattern] if pattern else None))
             recipe.parts.append((key, pattern or key))
+        elif part is not None and part.inner(name) is None:
+            continue  # an encoder's, which the library ignores with a warning
         elif not _is_ignored(key, name, library) and not (causal and causal.of(key)[0] in causal.state):
             unexpected.append(key)
     if unexpected:

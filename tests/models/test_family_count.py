@@ -7,7 +7,7 @@ import pytest
 
 from rayfcp.models.families import main
 
-RUN = ("llama", "gpt2", "gemma2", "gpt_oss", "cohere2", "granite", "minicpm3", "apertus", "gemma3", "mistral3")
+RUN = ("llama", "gpt2", "gemma2", "gpt_oss", "cohere2", "apertus", "modernbert-decoder", "gemma3", "mistral3")
 REFUSED = {
     "bart": "has an encoder",
     "bert": "has no list of layers",

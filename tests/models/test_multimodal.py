@@ -26,7 +26,7 @@ from rayfcp.models.multimodal import check_text_alone, text_part
 from rayfcp.models.pretrained import check_weights
 from rayfcp.values.layers import count_kinds
 from tests.models.families import disturb, recorded_hidden
-from tests.models.folders import SHAPE
+from tests.models.folders import SHAPE, SHARED
 from tests.models.helpers import VOCAB, context_of, loss_sum, rows_of
 from tests.models.recurrent import DELTA, EXPERTS
 from tests.models.test_pretrained import rewritten
@@ -50,6 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **VISION, **PIXELS},
         "mm_tokens_per_image": 4,
     },
+    "gemma4": {
+        "text_config": {**SHAPE, **SHARED, "pad_token_id": 0},
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
     "qwen3_5": {"text_config": {**SHAPE, **LINEAR, "rope_parameters": ROPE}, "vision_config": MERGED},
     "qwen3_5_moe": {
         "text_config": {**SHAPE, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16, "rope_parameters": ROPE},
@@ -59,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {
             **SHAPE,
             **{"intermediate_size_mlp": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2},
-            **{"attn_temperature_tuning": False, "attention_chunk_size": 6, "no_rope_layers": [1, 0, 1]},
+            **{"floor_scale": 4, "attn_scale": 0.5, "attention_chunk_size": 6, "no_rope_layers": [1, 0, 1]},
         },
         "vision_config": {**VISION, **PIXELS, "vision_output_dim": 16, "projector_output_dim": 16},
     },
@@ -182,6 +187,24 @@ def test_adapters_are_those_of_the_whole_model(merge: bool, tmp_path: Path) -> N
     assert_same(model, adapted)
 
 
+def test_reward_models_start_from_it_and_random_ones_are_text_models(tmp_path: Path) -> None:
+    config = run_of(saved("gemma3", tmp_path / "first"))
+    path = str(config.model.path)
+    library = model_config(config.model, vocab_size=VOCAB, is_reward=True)
+    check_weights(path, library)
+    reward = dict(random_model(library, dtype="float32", seed=0, path=path).named_parameters())
+    _, causal = opened(config)
+    for name, each in causal.named_parameters():
+        assert torch.equal(each, reward.pop(name)), name
+    assert list(reward) == ["model.score.weight"]
+    config = run_of(tmp_path / "first", init="random")
+    dcp.save({"model": causal.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    export_checkpoint(config, tmp_path / "checkpoint", out_dir=tmp_path / "out", vocab_size=VOCAB)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert alone.config.model_type == "gemma3_text"
+    assert_same(causal, alone)
+
+
 def drop(tensors: dict[str, Tensor]) -> None:
     del tensors["language_model.model.layers.1.mlp.up_proj.weight"]
 
@@ -203,6 +226,13 @@ def test_what_does_not_fit_is_named(what: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         opened(run_of(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_old_tables_of_encoders_are_left_out(tmp_path: Path) -> None:
+    """Such as CLIP's, which published files have."""
+    table = {"vision_tower.vision_model.embeddings.position_ids": torch.zeros(1, 4)}
+    rewritten(saved("gemma3", tmp_path), lambda tensors: tensors.update(table))
+    opened(run_of(tmp_path))
 
 
 def test_a_family_that_does_more_with_text_is_refused() -> None:
