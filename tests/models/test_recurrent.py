@@ -2,7 +2,9 @@
 sequence by sequence; what they start from and what is exported is the library's too."""
 
 import math
+import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,16 +66,17 @@ def test_ranks_compute_what_one_process_does(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bamba"])
 def test_fp32_is_as_near_to_fp64_as_the_library_s(family: str) -> None:
-    """By 1e-5, or by twice its error. Gradients of gates are small differences of large sums, which roundings change by
-    chance: medians of several weights."""
-    config, case, found = library(family), CASES[2], []
+    """By 1e-5, or by three times its error. Gradients of gates are small differences of large sums, which roundings
+    change by chance: medians of several weights, and of all layers."""
+    config, case = library(family), CASES[2]
+    ours, theirs = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for noise in range(5):
         want = by_library(config, case, noise=noise)
-        single = [run(config, case, dtype="float32", noise=noise) for run in (in_process, by_library)]
-        found.append([errors(each, want) for each in single])
-    for name in found[0][0]:
-        ours, theirs = (median(each[which][name] for each in found) for which in (0, 1))
-        assert ours <= max(1e-5, 2 * theirs), (name, ours, theirs)
+        for run, found in ((in_process, ours), (by_library, theirs)):
+            for name, error in errors(run(config, case, dtype="float32", noise=noise), want).items():
+                found[re.sub(r"\.\d+\.", ".", name)].append(error)
+    for name in ours:
+        assert median(ours[name]) <= max(1e-5, 3 * median(theirs[name])), name
 
 
 @pytest.mark.parametrize(("family", "layers_of_stage"), [("qwen3_next", (2, 1, 1)), ("bamba", (1, 3))])
