@@ -1,4 +1,4 @@
-"""Causal masks with windows, pair by pair."""
+"""Causal masks with windows or chunks, pair by pair."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -36,7 +36,8 @@ _REFUSED = {
 def check_layer_types(config: PreTrainedConfig) -> None:
     """
     Raises:
-        ConfigError: A layer's attention is neither full nor over a window of known size, or the family cannot run.
+        ConfigError: A layer's attention is neither full nor over a window or chunks of known size, or the family cannot
+            run.
     """
     if config.model_type in _REFUSED:
         raise ConfigError(f"model: {config.model_type} does not run, {_REFUSED[config.model_type]}; choose another")
@@ -50,11 +51,13 @@ def check_layer_types(config: PreTrainedConfig) -> None:
     unknown = sorted({each for each in types if each not in known and not mixing_of(config, each)})
     if unknown:
         raise ConfigError(f"model: layers are of types {unknown}, only {', '.join(known)} run; choose another model")
-    window = getattr(config, "sliding_window", None)
-    if (_SLIDING in types and not window) or (window or 0) < 0:
-        raise ConfigError(
-            f"model: sliding_window is {window}, must be at least 1 where layers slide; set it in the model's config"
-        )
+    for name, layer_type in (("sliding_window", _SLIDING), ("attention_chunk_size", _CHUNKED)):
+        size = getattr(config, name, None)
+        if (layer_type in types and not size) or (size or 0) < 0:
+            raise ConfigError(
+                f"model: {name} is {size}, must be at least 1 where layers have {layer_type}; set it in the model's "
+                "config"
+            )
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
@@ -85,10 +88,14 @@ def shared_by_layers(config: PreTrainedConfig) -> str:
     return ""
 
 
+def has_layer_keys(config: PreTrainedConfig) -> bool:
+    """True if the library has keys, such as sizes of heads, that differ between layers."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
 def layer_configs(config: PreTrainedConfig) -> list[Any]:
-    """The configuration of each layer: the model's, but where the library has keys that differ between layers."""
-    differs = getattr(config, "is_heterogeneous", False)
-    return list(config.per_layer_config) if differs else [config] * config.num_hidden_layers
+    """The configuration of each layer: the model's, but where it `has_layer_keys`."""
+    return list(config.per_layer_config) if has_layer_keys(config) else [config] * config.num_hidden_layers
 
 
 def num_experts(config: PreTrainedConfig) -> int:

@@ -14,6 +14,7 @@ from rayfcp.config import ConfigError
 from rayfcp.models.layers import (
     experts_per_token,
     first_sharing_layer,
+    has_layer_keys,
     kinds_of_layers,
     layer_configs,
     num_experts,
@@ -37,7 +38,7 @@ _MIXER = re.compile(r"(^|\.)mixer\.")
 
 _NORM = re.compile(r"norm\w*\.weight$")
 _MIXES = re.compile("|".join(each.pattern for each in (_ATTENTION, _RECURRENCE, _MIXER)))
-"""Names of norms, but for those inside of what mixes tokens."""
+"""Names of parameters of norms, and of all that is inside of what mixes tokens."""
 
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """Names of the matrix behind attention."""
@@ -120,7 +121,7 @@ def _kinds(config: Any) -> tuple[LayerKind, ...]:
 
 def _are_equal(config: Any, kinds: Sequence[LayerKind]) -> bool:
     """Whether one layer stands for all."""
-    differs = getattr(config, "is_heterogeneous", False) or first_sharing_layer(config) < len(kinds)
+    differs = has_layer_keys(config) or first_sharing_layer(config) < len(kinds)
     return len(set(kinds)) == 1 and not num_experts(config) and not differs
 
 

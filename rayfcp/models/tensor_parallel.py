@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import ConfigError
+from rayfcp.models.layers import has_layer_keys
 from rayfcp.models.library import decoder_layers, decoder_of, with_layers
 from rayfcp.models.recurrent import recurrence_of
 
@@ -39,8 +40,8 @@ def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> Non
     """
     if tensor_parallel == 1:
         return
-    recurrent, differs = recurrence_of(config) is not None, getattr(config, "is_heterogeneous", False)
-    if recurrent or differs:
+    recurrent = recurrence_of(config) is not None
+    if recurrent or has_layer_keys(config):
         what = "recurrent layers" if recurrent else "layers with heads of several sizes"
         raise ConfigError(
             f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}, whose {what} are not "

@@ -142,6 +142,11 @@ REFUSED = {
         {"pad_token_id": VOCAB, "vocab_size": VOCAB},
         rf"pad_token_id is {VOCAB}, must be below vocab_size {VOCAB} for modernbert-decoder, which cannot be without",
     ),
+    "chunks of nothing": (
+        "llama4_text",
+        {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": None},
+        "attention_chunk_size is None, must be at least 1 where layers have chunked_attention",
+    ),
     "layers that slide by nothing": (
         "qwen2",
         {"layer_types": ["sliding_attention", "full_attention"]},
