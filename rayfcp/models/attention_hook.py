@@ -14,7 +14,6 @@ from transformers import AttentionInterface
 from rayfcp.execute.attention.function import AttentionContext, attention
 from rayfcp.execute.attention.kept import KeptResults
 from rayfcp.models.latent import up_projection
-from rayfcp.models.temperature import scaled_by_position
 from rayfcp.values import FULL, LayerKind, attends
 
 IMPLEMENTATION = "rayfcp"
@@ -62,7 +61,7 @@ def _attend(
     context, window = carried.context, keywords.get("sliding_window") or 0
     if window != context.kind.window:
         context = context.of_kind(LayerKind(window=window))
-    query = scaled_by_position(module, query, positions=carried.positions)
+    query = _scaled_by_position(module, query, positions=carried.positions)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -74,6 +73,29 @@ def _attend(
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def _scaled_by_position(module: nn.Module, query: Tensor, *, positions: Tensor | None) -> Tensor:
+    """`query`, `[1, heads, tokens, head_dim]`, scaled by `positions`, `[tokens]`, in place of rows if the module scales
+    by these, as Llama 4's attention without rotation does. A row in the batch is the position in a batch of one
+    sequence only. (Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025, arXiv:2501.19399.)
+
+    Raises:
+        ValueError: It does, and there are no positions.
+    """
+    given: Any = module
+    if not getattr(given, "attn_temperature_tuning", False) or given.use_rope:
+        return query
+    if positions is None:
+        raise ValueError(f"{type(module).__name__} scales queries by position; pass Carried(context, positions)")
+    rows = torch.arange(query.shape[-2], device=query.device)
+    wanted, found = (_scales(given, each) for each in (positions.to(query.device), rows))
+    return (query * (wanted / found).unsqueeze(-1)).to(query.dtype)
+
+
+def _scales(module: Any, positions: Tensor) -> Tensor:
+    scales: Tensor = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    return scales
 
 
 def follow_context(layers: Mapping[int, nn.Module], *, kinds: Sequence[LayerKind] = ()) -> None:
