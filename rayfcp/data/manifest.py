@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import RowKind
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.rows import BadRow
 
 
@@ -143,6 +144,7 @@ class PreparedManifest:
     rows: RowKind = "sequences"
     named_bad_rows: tuple[BadRow, ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
+    account: ReadAccount = field(default_factory=ReadAccount)
 
     @property
     def num_rows(self) -> int:
@@ -234,6 +236,7 @@ def _mixture(folder: str, parts: Mapping[str, str]) -> PreparedManifest | None:
         shards=tuple(replace(each, name=join(part.folder, each.name)) for part in manifests for each in part.shards),
         bad_rows=dict(bad),
         named_bad_rows=tuple(row for part in manifests for row in part.named_bad_rows)[:MAX_NAMED_ROWS],
+        account=ReadAccount.total(part.account for part in manifests),
         sources=tuple((name, len(part.shards)) for name, part in zip(found, manifests, strict=True)),
     )
 

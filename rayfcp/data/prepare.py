@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig, SourceConfig
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.distilled import DISTILLED_COLUMNS, distilled_rows
 from rayfcp.data.manifest import (
@@ -58,6 +59,7 @@ class SplitResult:
     shards: tuple[ShardInfo, ...]
     bad_rows: dict[str, int]
     named_bad_rows: tuple[BadRow, ...]
+    account: ReadAccount
 
 
 _SPLIT, _RESULT = TypeAdapter(InputSplit), TypeAdapter(SplitResult)
@@ -219,7 +221,8 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{fingerprint}-{split.index:05d}"
-    read = _reader(data)
+    account = ReadAccount()
+    read = _reader(data, account=account)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in read(file)):
             num_rows += row.num_rows
@@ -237,12 +240,13 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
         shards=writer.shards,
         bad_rows=dict(bad),
         named_bad_rows=tuple(named),
+        account=account,
     )
 
 
-def _reader(data: DataConfig) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
+def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
     """Return what gives the samples of a file's rows, by the kind of rows."""
-    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column)
+    read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, account=account)
     if data.rows == "pairs":
         return partial(read, chat=PairEncoder(data), whole=PAIR_COLUMNS)
     if data.rows == "distilled":
@@ -281,6 +285,7 @@ def _merged(
         shards=tuple(shard for result in ordered for shard in result.shards),
         bad_rows=dict(bad),
         named_bad_rows=tuple(named[:MAX_NAMED_ROWS]),
+        account=ReadAccount.total(result.account for result in ordered),
     )
 
 

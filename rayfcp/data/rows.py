@@ -64,6 +64,10 @@ class BadRowError(Exception):
             detail = str(detail) or type(detail).__name__
         self.reason, self.detail = reason, " ".join(detail.split())[:200]
 
+    def at(self, url: str, *, row: int, num_rows: int = 1) -> "BadRow":
+        """Return the skipped row, or rows, of the file at `url`."""
+        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail, num_rows=num_rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
@@ -108,6 +112,27 @@ class TokenRow:
     images: "RowImages | None" = None
     teacher: TeacherRows | None = None
     num_rows: int = 1
+
+
+def checked_text(value: Any, *, name: str) -> str:
+    """Return a text that is not empty, from str or UTF-8 bytes.
+
+    Raises:
+        BadRowError: It is something else.
+    """
+    if not isinstance(value, str | bytes):
+        raise BadRowError(BadReason.WRONG_TYPE, f"{name} is {'null' if value is None else 'not text'}")
+    if not value:
+        raise BadRowError(BadReason.EMPTY)
+    try:
+        if isinstance(value, bytes):
+            return value.decode()
+        value.encode()
+    except UnicodeDecodeError as error:
+        raise BadRowError(BadReason.NOT_UTF8, f"byte {error.start}") from error
+    except UnicodeEncodeError as error:
+        raise BadRowError(BadReason.NOT_UTF8, "half of a surrogate pair") from error
+    return value
 
 
 def make_row(tokens: Any, *, labels: Any = None) -> TokenRow:

@@ -93,6 +93,7 @@ class Stream:
             shards=result.shards,
             bad_rows=result.bad_rows,
             named_bad_rows=result.named_bad_rows,
+            account=result.account,
         )
 
     def shard(self, number: int) -> tuple[PreparedManifest, int]:

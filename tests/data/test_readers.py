@@ -159,7 +159,7 @@ def test_columnar_text(tmp_path: Path, ending: str) -> None:
 def test_columnar_tokens(tmp_path: Path, ending: str, kind: pa.DataType) -> None:
     ids = pa.array([[1, 2], [], None, [1, None], [60_000], [3]], type=pa.list_(kind))
     write_rows(tmp_path / f"a{ending}", {"text": ["unused"] * 6, "input_ids": ids})
-    expected = [[1, 2], "empty@1", "wrong_type@2", "wrong_type@3", [60_000], [3]]
+    expected = [[1, 2], "empty@1", [*b"unused", EOS], "wrong_type@3", [60_000], [3]]
     assert tokens_of(read_all(tmp_path)) == expected
 
 
