@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.data.hub import locate
+from rayfcp.config.architecture import VISION_FAMILIES
+from rayfcp.data.hub import locate, reason_of
 from rayfcp.models.layers import (
     EXPERT_COUNTS,
     experts_per_token,
@@ -103,10 +103,13 @@ def config_at(path: str) -> PreTrainedConfig:
     """
     source, local_only = locate(path, key="model.path")
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=local_only)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            source, local_files_only=local_only, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
+        raise ConfigError(
+            f"model.path is {path!r}, no Hugging Face model is there ({reason_of(error)}); give a folder"
+        ) from error
     return found
 
 
@@ -155,14 +158,14 @@ def make_library_model(config: PreTrainedConfig, *, attention: str | None = None
         keywords["attn_implementation"] = {"": attention, "text_config": attention, "vision_config": IMPLEMENTATION}
     elif attention is not None:
         keywords["attn_implementation"] = attention
-    return auto.from_config(config, **keywords)
+    return auto.from_config(config, trust_remote_code=False, **keywords)
 
 
 def make_language_model(text: PreTrainedConfig) -> Any:
     """A model by its `text_of`; without a head where the family has one only with an encoder."""
     known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto: Any = AutoModelForCausalLM if known else AutoModel
-    return auto.from_config(text)
+    return auto.from_config(text, trust_remote_code=False)
 
 
 def decoder_of(library: Any) -> Any:
