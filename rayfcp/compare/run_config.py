@@ -1,6 +1,5 @@
 """Run configuration from an advice."""
 
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -15,7 +14,8 @@ from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.values import ModelProfile
 from rayfcp.values.devices import AUTO, device_of_hardware
 
-DATA, MODEL, TOKENIZER = "PATH/OF/YOUR/DATA", "PATH/OF/YOUR/MODEL", "PATH/OF/YOUR/TOKENIZER"
+YOUR = "PATH/OF/YOUR/"
+DATA, MODEL, TOKENIZER = f"{YOUR}DATA", f"{YOUR}MODEL", f"{YOUR}TOKENIZER"
 """Placeholders that only the user can fill in; a run refuses them."""
 
 TUNING = {"steps": 20, "learning_rate": 1e-5}
@@ -76,7 +76,7 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
     """Return the model by its folder, under the name that planning knows, or by its architecture."""
     dtype = {"dtype": DTYPES[hardware_profile(inputs.hardware).dtype_bytes]}
     if _is_named(inputs) and not inputs.model.startswith(WITHOUT_FAMILY):
-        return {"path": str(Path(MODEL).with_name(inputs.model)), **dtype}
+        return {"path": f"{YOUR}{inputs.model}", **dtype}
     if model.layers or model.layer_kinds or model.shared_ffn_size or model.vision is not None:
         return {"path": MODEL, **dtype}
     family = "qwen3" if model.head_norms or model.has_experts else "llama"
@@ -132,9 +132,8 @@ def _placeholders(raw: dict[str, Any]) -> list[str]:
         "model.path, the folder or hub name with weights and tokenizer": raw["model"].get("path", ""),
         "data.tokenizer": raw["data"].get("tokenizer", ""),
     }
-    begin = str(Path(MODEL).parent.parent)
     lines = [
-        f"To fill in: {key}; the placeholder is {value}." for key, value in given.items() if value.startswith(begin)
+        f"To fill in: {key}; the placeholder is {value}." for key, value in given.items() if value.startswith(YOUR)
     ]
     if "learning_rate" in raw["train"]:
         lines.append("To choose: train.steps and train.learning_rate.")
