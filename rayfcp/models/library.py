@@ -66,6 +66,9 @@ _PER_LAYER = (
 """Keys of lists with an entry per layer; others, such as pairs of bounds, may be as long by chance."""
 
 
+QUANTIZATION = "quantization_config"
+"""Key of `config.json` for weights that are stored in another form."""
+
 MARK = ".lora_"
 """In the names of all parameters of adapters, and of no others."""
 
@@ -96,7 +99,8 @@ def lora_module() -> ModuleType:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """Configuration of the model at `path`, all of its parts.
+    """Configuration of the model at `path`, all of its parts, without what says how other files of it are quantized:
+    weights are plain here (`pretrained.WeightFiles` refuses others).
 
     Raises:
         ConfigError: No model is there.
@@ -110,6 +114,10 @@ def config_at(path: str) -> PreTrainedConfig:
         raise ConfigError(
             f"model.path is {path!r}, no Hugging Face model is there ({reason_of(error)}); give a folder"
         ) from error
+    parts = (getattr(found, name, None) for name in found.sub_configs)
+    for each in (found, *parts):
+        if getattr(each, QUANTIZATION, None) is not None:
+            delattr(each, QUANTIZATION)
     return found
 
 

@@ -23,10 +23,12 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rayfcp.config import ConfigError
+from rayfcp.config.models import WEIGHT_SUFFIXES
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.library import (
+    QUANTIZATION,
     REWARD_HEAD,
     has_reward_head,
     is_saved_classifier,
@@ -148,20 +150,46 @@ class WeightFiles:
         self._source, self._local_only = locate(path, key="model.path")
         self.headers_only = headers_only
         self._open: dict[str, Any] = {}
-        index = self._find(SAFE_WEIGHTS_INDEX_NAME)
-        if index is not None:
-            self._file_of = self._weight_map(index)
-        elif self._find(SAFE_WEIGHTS_NAME) is not None:
-            self._file_of = dict.fromkeys(self._handle(SAFE_WEIGHTS_NAME).keys(), SAFE_WEIGHTS_NAME)
-        else:
+        self._file_of = self._files_by_tensor()
+
+    def _files_by_tensor(self) -> dict[str, str]:
+        """Name of the file of each tensor. A single file precedes an index, as in the library."""
+        if self._find("adapter_config.json") is not None:
             raise self.error(
-                f"neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there; save the model as safetensors, "
-                "or set model.init=random"
+                "it has an adapter (adapter_config.json), which is not read beside a model; merge it into the model "
+                "first, or remove it"
             )
+        if self._find(SAFE_WEIGHTS_NAME) is not None:
+            return dict.fromkeys(self._handle(SAFE_WEIGHTS_NAME).keys(), SAFE_WEIGHTS_NAME)
+        if (index := self._find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            return self._weight_map(index)
+        folder = Path(self._source)
+        others = sorted(folder.iterdir()) if folder.is_dir() else []
+        found = _listed([each.name for each in others if each.suffix in WEIGHT_SUFFIXES])
+        raise self.error(
+            f"neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there{f', but {found}' if found else ''}; "
+            "save the model as safetensors, or set model.init=random"
+        )
 
     def error(self, problem: str) -> ConfigError:
         """An error about these files."""
         return ConfigError(f"model.path is {self.path!r}, {' '.join(problem.split())}")
+
+    def misfit(self, problem: str, *, remedy: str = _FITTING) -> ConfigError:
+        """An error about tensors that are not those of the model, which is quantized if its configuration says so."""
+        if (method := self.quantization) is not None:
+            problem = f"whose weights are quantized ({QUANTIZATION} {method!r} in its config.json): {problem}"
+            remedy = "give the weights before quantization; model.lora.quantize=nf4 packs them when they are loaded"
+        return self.error(f"{problem}; {remedy}")
+
+    @property
+    def quantization(self) -> str | None:
+        """The method by which the weights are quantized, as `config.json` says; None if it says nothing."""
+        file = self._find("config.json")
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        parts = (each for each in (found, *found.values()) if isinstance(each, dict))
+        settings = next((each[QUANTIZATION] for each in parts if each.get(QUANTIZATION)), None)
+        return None if settings is None else str(settings.get("quant_method") or "of no named method")
 
     @property
     def names(self) -> Iterable[str]:
@@ -181,9 +209,9 @@ class WeightFiles:
             raise self.error(f"{file} lacks {name}, which its index says it has; fetch both again") from error
         dtype = _DTYPES.get(part.get_dtype())
         if dtype is None:
-            raise self.error(
-                f"{name} holds {part.get_dtype()}, must be one of {', '.join(_DTYPES)}; give weights that are not "
-                "quantised"
+            raise self.misfit(
+                f"{name} holds {part.get_dtype()}, must be one of {', '.join(_DTYPES)}",
+                remedy="give weights that are not quantized",
             )
         if self.headers_only:
             return LazyTensor([torch.empty(part.get_shape(), dtype=dtype, device="meta")])
@@ -238,7 +266,10 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
     if Path(path).expanduser().is_dir():
         library = library_on_meta(config)
         own = dict((*library.named_parameters(), *library.named_buffers()))
-        _fill(own, config, WeightFiles(path, headers_only=True))
+        files = WeightFiles(path, headers_only=True)
+        _fill(own, config, files)
+        if (method := files.quantization) is not None:
+            logger.warning("%s of %s (%r) is dropped: its weights are not quantized", QUANTIZATION, path, method)
 
 
 @torch.no_grad()
@@ -277,7 +308,7 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
     for name, source in _sources(files, library, wanted=wanted.keys(), part=part):
         if tuple(source.shape) != shapes[name]:
             shape, wanted_shape = list(source.shape), list(shapes[name])
-            raise files.error(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json; {_FITTING}")
+            raise files.misfit(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json")
         target = wanted[name]
         first = filled.setdefault(id(target), name)
         if isinstance(target, Nf4Linear):
@@ -298,7 +329,7 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
     if has_reward_head(library.config) and not is_saved_classifier(library.config):
         missing = [name for name in missing if not name.startswith(f"{REWARD_HEAD}.")]  # it is drawn
     if missing:
-        raise files.error(f"its files lack {_listed(missing)}; {_FITTING}")
+        raise files.misfit(f"its files lack {_listed(missing)}")
 
 
 def aliases_of(library: Any) -> dict[str, list[str]]:
@@ -356,7 +387,7 @@ def _recipes(files: WeightFiles, library: Any, part: TextPart | None) -> dict[st
         elif not _is_ignored(key, name, library) and not (causal and causal.of(key)[0] in causal.state):
             unexpected.append(key)
     if unexpected:
-        raise files.error(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files; {_FITTING}")
+        raise files.misfit(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files")
     return recipes
 
 
@@ -408,7 +439,7 @@ def _converted(name: str, recipe: _Recipe, files: WeightFiles, library: Any) -> 
         found = converter.convert(name, model=library, config=library.config)
     except Exception as error:  # whatever a family's conversion raises
         names = _listed([key for key, _ in recipe.parts])
-        raise files.error(f"{name} cannot be made of {names} ({type(error).__name__}: {error}); {_FITTING}") from error
+        raise files.misfit(f"{name} cannot be made of {names} ({type(error).__name__}: {error})") from error
     return {each: value[0] if isinstance(value, list) else value for each, value in found.items()}
 
 
