@@ -195,7 +195,7 @@ def export_run(
         Path(run_dir), keep=config.checkpoint.keep, step=step, check=find_damage, log=log
     )
     vocab_size = int(manifest.model["vocab_size"])
-    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge)
+    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge, log=log)
     return checkpoint
 
 
