@@ -96,6 +96,7 @@ def copy_files(config: Config, target: Path, *, tokenizer: Tokenizer | None, log
     files = ModelFiles(path, key="model.path")
     left = [] if own == path else _matching(files.names, _TOKENIZER_FILES)
     left += [name for name in _matching(files.names, _NOT_COPIED) if not _READ.fullmatch(name)]
+    left += [name for name in files.names if name == GENERATION_CONFIG_NAME and not (target / name).exists()]
     written = [CONFIG_NAME, GENERATION_CONFIG_NAME, *_matching(files.names, _NOT_COPIED)]
     _copy(files, set(files.names) - {*left, *written}, target)
     if left:
@@ -157,6 +158,7 @@ def end_tokens(data: DataConfig, *, tokenizer: Tokenizer) -> list[int]:
         except BadRowError:  # no template, or one for other conversations
             continue
         special = {number for number, token in library.added_tokens_decoder.items() if token.special}
+        special.discard(library.unk_token_id)
         trained = [] if labels is None else labels[labels != IGNORED].tolist()
         solid = [number for number in trained if number in special or library.decode([number]).strip()]
         found += [number for number in solid[-1:] if number in special and number not in found]
