@@ -67,7 +67,7 @@ def table_of(rows: Sequence[dict[str, np.ndarray]]) -> pa.Table:
 
 def write(config: Config, *, teacher: str, path: Path, words: int, device: str) -> None:
     """Write one Parquet file."""
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto").to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto", trust_remote_code=False).to(device).eval()
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, writer, num_rows = [], None, 0
     for tokens, labels in samples(config):

@@ -70,7 +70,7 @@ def test_wrong_keys(command: str, override: str, folder: Path, capsys: pytest.Ca
 
 WHILE_OPENING = {
     "data.tokenizer=/not/here": "data.tokenizer is '/not/here', there is no such folder",
-    "model.path=/not/here": "model.path is '/not/here', there is no such folder",
+    "model.architecture=null model.path=/not/here": "model.path is '/not/here', there is no such folder",
     "model.architecture.model_type=qwne3": "model.architecture.model_type is 'qwne3'",
     "data.max_bad_fraction=0.001": "data.max_bad_fraction",
     "data.format=prepared": "manifest.json",
@@ -79,14 +79,14 @@ WHILE_OPENING = {
 
 @pytest.mark.parametrize("override", WHILE_OPENING)
 def test_what_cannot_be_opened(override: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert WHILE_OPENING[override] in fails_with(capsys, "plan", write_config(folder), override)
+    assert WHILE_OPENING[override] in fails_with(capsys, "plan", write_config(folder), *override.split())
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("override", ["data.tokenizer=/not/here", "model.path=/not/here"])
+@pytest.mark.parametrize("override", ["data.tokenizer=/not/here", "model.architecture=null model.path=/not/here"])
 def test_what_a_run_cannot_open(override: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Found in this process or by the controller on Ray: one line after those that log what is being done."""
-    assert main(["train", write_config(folder), override]) == 2
+    assert main(["train", write_config(folder), *override.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     *before, last = captured.err.splitlines()

@@ -108,7 +108,7 @@ def model_of(config: Config) -> tuple[PreTrainedConfig, ModelProfile]:
 
 @contextmanager
 def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)) -> Iterator[Alone]:
-    """The run's model with first weights, drawn on the device, in a world of one, until the end of the `with` block.
+    """The run's model with random weights, drawn on the device, in a world of one, until the end of the `with` block.
 
     Raises:
         ConfigError: no such model, one that cannot run, or a configuration for more than one device.
@@ -116,6 +116,7 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
     for field, name in (("pipeline_stages",) * 2, ("tensor_parallel",) * 2, ("max_workers", "num_workers")):
         if (found := getattr(config.cluster, field)) > 1:
             raise ConfigError(f"cluster.{name} is {found}, must be 1 for one device alone; set cluster.{name}=1")
+    config = config.changed(model={"init": "random"})  # times do not depend on the weights
     library, model = model_of(config)
     check_limits(library, config)
     torch.set_num_threads(config.train.threads_per_worker)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import VISION_FAMILIES, ModelConfig
+from rayfcp.config.architecture import VISION_FAMILIES
+from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
 from rayfcp.values import ModelProfile
 

@@ -22,6 +22,7 @@ from rayfcp.cluster.trainer import cache_of, check_runnable, connected, prepared
 from rayfcp.config import Config, ConfigError, check_paths, load_config
 from rayfcp.config.loading import read_mapping
 from rayfcp.config.losses import LossConfig
+from rayfcp.config.models import NO_MODEL
 from rayfcp.data.manifest import PreparedManifest, write_manifest
 from rayfcp.data.rows import BadRowError, TokenRow, make_row
 from rayfcp.data.shards import ShardWriter
@@ -71,8 +72,11 @@ class Subject:
             )
         if step is not None and not is_run:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
-        base = _sections(str(path / CONFIG_FILE)) if is_run else {"model": {"path": str(path), "init": "pretrained"}}
-        merged = _merged(base, given) if is_run else _merged(given, base)
+        if is_run:
+            merged = _merged(_sections(str(path / CONFIG_FILE)), given)
+        else:
+            others = {key: value for key, value in (given.get("model") or {}).items() if key not in NO_MODEL}
+            merged = {**given, "model": {**others, "path": str(path), "init": "pretrained"}}
         if not (merged.get("data") or {}).get("sources"):
             merged = _merged({"data": {"paths": ["none"]}}, merged)  # what is trained on does not matter
         config = load_config(merged, overrides=overrides)
@@ -108,6 +112,7 @@ class Subject:
             sigterm_interrupts() as heed_sigterm,
         ):
             config = with_absolute_paths(self.config.changed(run={"dir": str(folder.absolute())}))
+            watcher.log(self.config.model.weights if self.checkpoint is None else f"weights: {self.checkpoint}")
             watcher.log("connecting to Ray")
             with connected(config):
                 heed_sigterm()

@@ -24,6 +24,7 @@ from rayfcp.cluster.dataset import TRAINING, Dataset, References, described_mode
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.losses import LossConfig
+from rayfcp.config.models import NO_MODEL
 from rayfcp.data import LengthIndex
 from rayfcp.data.hub import locate
 from rayfcp.data.manifest import join, resolve, whole_file
@@ -120,7 +121,7 @@ def with_reference_model(config: Config) -> Config:
     """The configuration with the reference model in place of the one that is trained, and without a loss of pairs."""
     own: dict[str, Any] = {}
     if config.loss.reference is not None:
-        own = {"path": config.loss.reference, "init": "pretrained"}
+        own = {**NO_MODEL, "path": config.loss.reference, "init": "pretrained"}
     tokenizer = config.data.tokenizer or ByteTokenizer.name  # not that of the other model
     return config.changed(model=own, loss=LossConfig().model_dump(), data={"tokenizer": tokenizer, "rows": None})
 

@@ -25,7 +25,7 @@ from rayfcp.cluster.workers.starting import other_cpus
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.config.data import SourceConfig
-from rayfcp.data import PreparedManifest, cached_prepare, prepare, tokenizer_of
+from rayfcp.data import PreparedManifest, cached_prepare, prepare, run_tokenizer
 from rayfcp.data.hub import locate
 from rayfcp.execute.reports import find_damage
 from rayfcp.telemetry.loggers.interface import check_loggers
@@ -158,8 +158,9 @@ def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) ->
     """Tokenize `config.data` into shards in `out_dir`, on the cluster of the configuration.
 
     Raises:
-        ConfigError: as `rayfcp.data.prepare`.
+        ConfigError: as `rayfcp.data.prepare`, or the tokenizer cannot be loaded.
     """
+    run_tokenizer(config)
     with connected(config):
         return prepare(config.data, out_dir=out_dir, progress=_progress(log))
 
@@ -194,7 +195,7 @@ def export_run(
         Path(run_dir), keep=config.checkpoint.keep, step=step, check=find_damage, log=log
     )
     vocab_size = int(manifest.model["vocab_size"])
-    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge)
+    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge, log=log)
     return checkpoint
 
 
@@ -264,6 +265,7 @@ class FlexTrainer:
         with sigterm_interrupts() as heed_sigterm:
             if config.cluster.address is None:
                 check_free(run_dir)  # before Ray is started for a controller that would find out
+            watcher.log(config.model.weights)
             watcher.log("connecting to Ray")
             with connected(config):
                 heed_sigterm()
@@ -305,7 +307,7 @@ def check_runnable(config: Config) -> None:
     check_loggers(config.metrics.loggers)
     if config.model.path is not None:
         locate(config.model.path, key="model.path")  # the tokenizer may be the model's
-    vocab_size = tokenizer_of(config.data).vocab_size
+    vocab_size = run_tokenizer(config).vocab_size
     # Not before the tokenizer is checked: the model library imports slowly.
     from rayfcp.models.describe import check_limits
     from rayfcp.models.pretrained import check_weights

@@ -14,8 +14,12 @@ from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.values import ModelProfile
 from rayfcp.values.devices import AUTO, device_of_hardware
 
-DATA, MODEL = "PATH/OF/YOUR/DATA", "PATH/OF/YOUR/MODEL"
-"""Placeholders that only the user can fill in."""
+YOUR = "PATH/OF/YOUR/"
+DATA, MODEL, TOKENIZER = f"{YOUR}DATA", f"{YOUR}MODEL", f"{YOUR}TOKENIZER"
+"""Placeholders that only the user can fill in; a run refuses them."""
+
+TUNING = {"steps": 20, "learning_rate": 1e-5}
+"""Values that the advice does not know, small enough to harm no pretrained model."""
 
 WITHOUT_FAMILY = "gpt-"
 """Prefix of named shapes without a family in transformers; they run with llama's layers."""
@@ -47,13 +51,15 @@ def run_config(advice: Advice, *, data: str | None = None) -> dict[str, Any]:
     if best is None:
         raise ConfigError("no layout is feasible, so there is nothing to write; add devices or memory (--memory-gib)")
     model = model_profile(inputs.model)
+    shape = _model(model, inputs=inputs)
     return {
         "run": {"name": f"{model.name}-{best.strategy}", "seed": inputs.seed},
-        "model": _model(model, inputs=inputs),
+        "model": shape,
         "data": {
             "paths": [data or DATA],
             "max_seqlen": inputs.max_seqlen,
             "global_batch_sequences": inputs.global_batch,
+            **({"tokenizer": TOKENIZER} if _is_named(inputs) and "path" not in shape else {}),
         },
         "cluster": _cluster(advice, best, model=model),
         "plan": {
@@ -62,16 +68,15 @@ def run_config(advice: Advice, *, data: str | None = None) -> dict[str, Any]:
             "packing": inputs.packing,
             "degrees": inputs.degrees,
         },
-        "train": _train(best),
+        "train": (TUNING if "path" in shape else {}) | _train(best),
     }
 
 
 def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
-    """Return the model by name or architecture; features of a family need its folder."""
+    """Return the model by its folder, under the name that planning knows, or by its architecture."""
     dtype = {"dtype": DTYPES[hardware_profile(inputs.hardware).dtype_bytes]}
-    named = not ("/" in inputs.model or inputs.model.endswith((".yaml", ".yml")))
-    if named and not inputs.model.startswith(WITHOUT_FAMILY) and not model.layers:
-        return {"name": inputs.model, **dtype}
+    if _is_named(inputs) and not inputs.model.startswith(WITHOUT_FAMILY):
+        return {"path": f"{YOUR}{inputs.model}", **dtype}
     if model.layers or model.layer_kinds or model.shared_ffn_size or model.vision is not None:
         return {"path": MODEL, **dtype}
     family = "qwen3" if model.head_norms or model.has_experts else "llama"
@@ -84,6 +89,11 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
     if model.has_experts:
         shape |= {"num_experts": model.num_experts, "experts_per_token": model.experts_per_token}
     return {**dtype, "architecture": shape}
+
+
+def _is_named(inputs: Inputs) -> bool:
+    """True for a model of others, which has a tokenizer of its own; False for a profile of the user's."""
+    return not ("/" in inputs.model or inputs.model.endswith((".yaml", ".yml")))
 
 
 def _cluster(advice: Advice, best: Trial, *, model: ModelProfile) -> dict[str, Any]:
@@ -117,9 +127,14 @@ def _train(best: Trial) -> dict[str, Any]:
 
 def _placeholders(raw: dict[str, Any]) -> list[str]:
     """Return a line for each placeholder."""
-    lines = []
-    if raw["data"]["paths"] == [DATA]:
-        lines.append(f"To fill in: data.paths and data.tokenizer; the placeholder is {DATA}.")
-    if raw["model"].get("path") == MODEL:
-        lines.append(f"To fill in: model.path, the model's folder; the placeholder is {MODEL}.")
+    given = {
+        "data.paths": raw["data"]["paths"][0],
+        "model.path, the folder or hub name with weights and tokenizer": raw["model"].get("path", ""),
+        "data.tokenizer": raw["data"].get("tokenizer", ""),
+    }
+    lines = [
+        f"To fill in: {key}; the placeholder is {value}." for key, value in given.items() if value.startswith(YOUR)
+    ]
+    if "learning_rate" in raw["train"]:
+        lines.append("To choose: train.steps and train.learning_rate.")
     return lines

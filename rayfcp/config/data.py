@@ -82,7 +82,8 @@ class DataConfig(SourceConfig):
     schedule: tuple[ScheduleConfig, ...] = Field(default=(), description="other weights of sources from later steps on")
     tokenizer: str | None = Field(
         default=None,
-        description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`",
+        description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`, but "
+        "for model.name",
     )
     processor: str | None = Field(
         default=None, description="a Hugging Face processor by path, for rows with images; it brings its tokenizer"

@@ -1,6 +1,7 @@
 """The sections of a run's configuration, each key with its meaning and bounds."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
 )
 
 from rayfcp.config.adapting import LoraConfig, RopeConfig
+from rayfcp.config.architecture import ArchitectureConfig
 from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints, preset
 from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalConfig
@@ -33,95 +35,6 @@ from rayfcp.config.section import (
     known_device,
 )
 from rayfcp.values.devices import AUTO
-
-
-class VisionConfig(Section):
-    """Shape of a vision encoder; 2 x 2 patches become one token of the language model."""
-
-    num_layers: Count = 4
-    hidden_size: Count = 64
-    num_heads: Count = 4
-    ffn_size: Count = 256
-    patch_size: Count = Field(default=16, description="pixels along a side")
-    image_size: Count = Field(
-        default=256, description="pixels along a side: of a tile (internvl), of the table of places (qwen3_vl)"
-    )
-    deepstack_layers: tuple[int, ...] = Field(
-        default=(), description="encoder layers whose features the first layers of a qwen3_vl add, one each"
-    )
-    image_token: int | None = Field(
-        default=None, ge=0, description="id that stands for an image; the vocabulary's last if absent"
-    )
-    video_token: int | None = Field(default=None, ge=0, description="id that stands for a video (qwen3_vl)")
-
-    @model_validator(mode="after")
-    def _patches_fit(self) -> "VisionConfig":
-        if self.hidden_size % (4 * self.num_heads):
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, must be a multiple of 4 x num_heads ({self.num_heads}) for rotary "
-                "positions in two dimensions; change one"
-            )
-        if self.image_size % (2 * self.patch_size):
-            raise ValueError(
-                f"image_size is {self.image_size}, must be a multiple of 2 x patch_size ({self.patch_size}); change one"
-            )
-        if any(not 0 <= layer < self.num_layers for layer in self.deepstack_layers):
-            raise ValueError(
-                f"deepstack_layers is {self.deepstack_layers}, must lie in [0, {self.num_layers}); change it"
-            )
-        return self
-
-
-class ArchitectureConfig(Section):
-    """Shape of a model that starts from random weights (any `model_type` that transformers knows)."""
-
-    model_type: str = "qwen3"
-    num_layers: Count = 4
-    hidden_size: Count = 128
-    num_heads: Count = 4
-    num_kv_heads: Count = 2
-    head_dim: Count = 32
-    ffn_size: Count = 384
-    vocab_size: Count | None = Field(default=None, description="the tokenizer's if absent")
-    max_positions: Count = 8192
-    tied_embeddings: bool = True
-    num_experts: Count = Field(default=1, description="MLPs of a layer, each of ffn_size, where a family has several")
-    experts_per_token: Count = Field(default=1, description="those that a token passes, chosen by a router")
-    vision: VisionConfig | None = Field(default=None, description="of a qwen3_vl or internvl; the default if absent")
-
-    @model_validator(mode="after")
-    def _heads_and_experts_fit(self) -> "ArchitectureConfig":
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, must be even for rotary positions; try {self.head_dim + 1}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads}, must be a multiple of num_kv_heads ({self.num_kv_heads}); change one"
-            )
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token is {self.experts_per_token}, must be at most num_experts ({self.num_experts}); "
-                "change one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _vision_fits_family(self) -> "ArchitectureConfig":
-        if self.vision is not None and self.model_type not in VISION_FAMILIES:
-            raise ValueError(
-                f"vision is set, must be absent for model_type {self.model_type!r}; drop it, or set model_type to one "
-                f"of {', '.join(VISION_FAMILIES)}"
-            )
-        layers = self.vision.deepstack_layers if self.vision is not None else ()
-        if layers and (self.model_type != "qwen3_vl" or len(layers) > self.num_layers):
-            raise ValueError(
-                f"vision.deepstack_layers is {layers}, must be none but for qwen3_vl, and there at most num_layers "
-                f"({self.num_layers}); shorten it"
-            )
-        return self
-
-
-VISION_FAMILIES = ("qwen3_vl", "internvl")
-"""Values of `model_type` with a vision encoder."""
 
 
 class BlockOptions(Section):
@@ -283,17 +196,42 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0)
 
 
-class ModelConfig(Section):
-    """Which model: a folder or hub name of a Hugging Face causal LM, or an architecture of our own."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+"""Of files with weights, readable or not: loading refuses all but safetensors by name."""
 
-    path: str | None = Field(default=None, description="Hugging Face folder or name; overrides `architecture`")
-    name: str | None = Field(default=None, description="a named shape, e.g. qwen3-1.7b; overrides `architecture`")
-    init: Literal["random", "pretrained"] = "random"
+
+def has_weights(path: str) -> bool:
+    """Return whether `model.path` stands for weights: a folder with files of weights does, and so does what is no
+    folder here, a hub name or a folder of other machines."""
+    folder = Path(path).expanduser()
+    return not folder.is_dir() or any(each.suffix in WEIGHT_SUFFIXES for each in folder.iterdir())
+
+
+def _section(given: Any) -> Any:
+    """An empty section takes its defaults."""
+    return {} if given is None else given
+
+
+NO_MODEL: Mapping[str, Any] = {"path": None, "name": None, "architecture": {}, "init": "auto"}
+"""Keys of `model` that say which one it is, without values: replaced before those of another model are set."""
+
+
+class ModelConfig(Section):
+    """Which model: a folder or hub name of a Hugging Face causal LM, a named shape, or an architecture of our own.
+
+    `init` is `random` or `pretrained` once the section is checked.
+    """
+
+    path: str | None = Field(default=None, description="Hugging Face folder or name")
+    name: str | None = Field(default=None, description="a named shape, e.g. qwen3-1.7b")
+    init: Literal["auto", "random", "pretrained"] = Field(
+        default="auto", description="auto: pretrained if model.path has weights, otherwise random"
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     freeze_vision: bool = Field(default=False, description="keep the weights of the vision encoder, if there is one")
     rope: RopeConfig = RopeConfig()
     lora: LoraConfig = LoraConfig()
-    architecture: ArchitectureConfig = ArchitectureConfig()
+    architecture: Annotated[ArchitectureConfig, BeforeValidator(_section)] = ArchitectureConfig()
 
     @model_validator(mode="after")
     def _four_bits_fit(self) -> "ModelConfig":
@@ -302,12 +240,44 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _pretrained_has_weights(self) -> "ModelConfig":
+    def _one_shape(self) -> "ModelConfig":
+        models = {key: value for key in ("path", "name") if (value := getattr(self, key)) is not None}
+        sizes = {f"architecture.{key}": getattr(self.architecture, key) for key in self._given_sizes()}
+        if models and len(models) + len(sizes) > 1:
+            (first, model), (second, value), *_ = (models | sizes).items()
+            raise ValueError(
+                f"{second} is {value!r}, must be absent beside model.{first} ({model!r}), which has sizes of its own; "
+                f"leave one of the two out, e.g. by model.{second.partition('.')[0]}=null"
+            )
+        return self
+
+    def _given_sizes(self) -> list[str]:
+        shape, all_keys = self.architecture, ArchitectureConfig.model_fields
+        given = [key for key in all_keys if key in shape.model_fields_set]
+        # A written configuration has all keys; their defaults say nothing.
+        is_default = len(given) == len(all_keys) and shape == ArchitectureConfig()
+        return [] if is_default else given
+
+    @model_validator(mode="after")
+    def _weights_are_decided(self) -> "ModelConfig":
+        if self.init == "auto":
+            found = "pretrained" if self.path is not None and has_weights(self.path) else "random"
+            object.__setattr__(self, "init", found)  # the section is frozen
         if self.init == "pretrained" and self.path is None:
             raise ValueError(
                 "init is 'pretrained', must be 'random' without model.path; give model.path the weights' folder"
             )
         return self
+
+    @property
+    def weights(self) -> str:
+        """Where the initial weights come from, in a line."""
+        if self.init == "pretrained":
+            return f"weights: pretrained from {self.path}"
+        if self.path is None:
+            return f"weights are random, in the shape of model.{'architecture' if self.name is None else 'name'}"
+        loads = "; model.init=pretrained loads those that are there" if has_weights(self.path) else ""
+        return f"weights are random, in the shape of {self.path}{loads}"
 
 
 class ClusterConfig(Section):

@@ -6,7 +6,7 @@ from rayfcp.data.prepare import cached_prepare, prepare, prepare_local
 from rayfcp.data.rows import BadReason, BadRow
 from rayfcp.data.sampler import Sampler
 from rayfcp.data.shards import TokenReader
-from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
+from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, run_tokenizer, tokenizer_of
 
 __all__ = [
     "BadReason",
@@ -22,5 +22,6 @@ __all__ = [
     "prepare",
     "prepare_local",
     "read_manifest",
+    "run_tokenizer",
     "tokenizer_of",
 ]

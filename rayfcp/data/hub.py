@@ -1,5 +1,7 @@
 """Models, tokenizers and processors by folder or by their name on the Hugging Face hub."""
 
+from contextlib import suppress
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,31 +12,67 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def locate(name: str, *, key: str) -> tuple[str, bool]:
-    """Folder or hub name for `from_pretrained`, and its `local_files_only`.
+    """Return folder or hub name for `from_pretrained`, and its `local_files_only`.
 
-    A folder is used as it is. A name that looks like a path never goes to the hub; the hub is asked once, and where it
-    does not answer only files fetched before are used.
+    A folder is used as it is. A name that looks like a path never goes to the hub. The hub is asked once; without the
+    answer that it has this name, only files fetched before are used.
 
     Raises:
-        ConfigError: `name` looks like a path and does not exist.
+        ConfigError: `name` looks like a path and does not exist, or neither the hub nor its local cache has it.
     """
     folder = Path(name).expanduser()
     if folder.exists():
         return str(folder), True
+    absent = f"{key} is {name!r}, there is no such folder{_nearest(folder)}"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{key} is {name!r}, there is no such folder; give a folder, or a hub name such as org/model")
-    return name, not _hub_answers(name)
+        raise ConfigError(f"{absent}; give a folder, or a hub name such as org/model")
+    problem = _hub_problem(name)
+    if problem and not _is_fetched(name):
+        raise ConfigError(f"{absent}, and {problem}; give a folder, or a hub name such as org/model")
+    return name, bool(problem)
+
+
+def reason_of(error: Exception) -> str:
+    """Return why `from_pretrained` failed, in a sentence: code that files bring (`auto_map`) is never run."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it needs code of its own (auto_map), which is never run"
+    return text.split(". ")[0].removesuffix(".") or type(error).__name__
+
+
+def _nearest(folder: Path) -> str:
+    """Name the existing folder that is closest in spelling to the first part of `folder` that is missing."""
+    while not folder.parent.exists():
+        folder = folder.parent
+    near: list[str] = []
+    with suppress(OSError):
+        near = get_close_matches(folder.name, [each.name for each in folder.parent.iterdir() if each.is_dir()], n=1)
+    return f" (nearest: {str(folder.with_name(near[0]))!r})" if near else ""
 
 
 @lru_cache(maxsize=16)
-def _hub_answers(name: str) -> bool:
+def _hub_problem(name: str) -> str:
+    """Why the hub does not serve `name`, empty if it does."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
-    except HfHubHTTPError:  # an answer: the library reports it with more context
-        return True
-    except Exception:  # no network, offline mode, or no valid name
-        return False
-    return True
+    except GatedRepoError:
+        return "the hub asks to accept its terms first (then log in: hf auth login)"
+    except RepositoryNotFoundError:
+        return "the hub has none of this name that you may see (for private ones: hf auth login)"
+    except HfHubHTTPError:  # an answer, e.g. that the file is missing: the library reports it with more context
+        return ""
+    except Exception as error:  # no network, offline mode, or no valid name
+        return f"the hub cannot be asked ({type(error).__name__})"
+    return ""
+
+
+def _is_fetched(name: str) -> bool:
+    """True if the hub's local cache has files of `name`."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    return folder.is_dir() and any(folder.iterdir())

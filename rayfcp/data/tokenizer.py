@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.config import ConfigError
+from rayfcp.config import Config, ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.hub import locate
+from rayfcp.data.hub import locate, reason_of
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -145,17 +145,39 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     return load_processor(data.processor)
 
 
+def run_tokenizer(config: Config) -> Tokenizer:
+    """Return the tokenizer of a run's rows; errors name the key that the user set.
+
+    Raises:
+        ConfigError: It cannot be loaded, or `model.name` stands for a model with a tokenizer of its own, and none is
+            given for rows that need one.
+    """
+    data, model = config.data, config.model
+    sources = data.sources.values() or [data]
+    is_given = data.tokenizer is not None or data.processor is not None
+    if model.name is not None and not is_given and any(each.format != "prepared" for each in sources):
+        raise ConfigError(
+            f"data.tokenizer is missing, must be given with model.name ({model.name!r}), whose vocabulary is not that "
+            "of bytes; give the tokenizer's folder or hub name, or data.tokenizer=bytes to train on bytes all the same"
+        )
+    try:
+        return tokenizer_of(data)
+    except ConfigError as error:
+        if data.processor is None and data.tokenizer == model.path:
+            raise ConfigError(str(error).replace("data.tokenizer is", "model.path is", 1)) from error
+        raise
+
+
 def _load_hugging_face(name: str) -> Any:
     from transformers import AutoTokenizer
 
     source, local_only = locate(name, key="data.tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+        return AutoTokenizer.from_pretrained(source, local_files_only=local_only, trust_remote_code=False)
     except Exception as error:  # the library raises errors of many kinds for missing files and for a dead network
-        reason = " ".join(str(error).split())[:160]
         raise ConfigError(
-            f"data.tokenizer is {name!r}, must be 'bytes' or a Hugging Face tokenizer that loads ({reason}); "
-            "give the folder that holds tokenizer.json"
+            f"data.tokenizer is {name!r}, which has no tokenizer that loads ({reason_of(error)}); set data.tokenizer "
+            "to a folder that holds tokenizer.json, or to bytes"
         ) from error
 
 

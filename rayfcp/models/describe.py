@@ -8,7 +8,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, 
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
-from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
+from rayfcp.config.architecture import VISION_FAMILIES, ArchitectureConfig, VisionConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.models.layers import check_experts, check_layer_types, shared_by_layers
 from rayfcp.models.library import (
     config_at,

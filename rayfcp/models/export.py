@@ -2,10 +2,9 @@
 
 import json
 import re
-import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +14,57 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.data import DataConfig
 from rayfcp.config.models import ModelConfig
-from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES, first_buffers, random_model
 from rayfcp.models.describe import configured_model
+from rayfcp.models.export_files import (
+    Log,
+    copy_files,
+    end_tokens,
+    set_ends,
+    tokenizer_of_rows,
+    write_chat_template,
+    write_generation_config,
+)
 from rayfcp.models.library import has_reward_head, lora_module, remove_padding, text_of
 from rayfcp.models.multimodal import TextPart, part_at
-from rayfcp.models.pretrained import Source, aliases_of, library_on_meta, other_weights
+from rayfcp.models.pretrained import (
+    DTYPES_OF_FILES,
+    Source,
+    aliases_of,
+    carried_weights,
+    library_on_meta,
+    listed,
+    other_weights,
+)
 
 _PREFIX = "model.model."
 """Prefix of the library's names in a checkpoint: the state's section, and the attribute of `CausalLM`."""
 _LAYER = re.compile(r"^.*?\.\d+\.")
 """Beginning of the names of a layer's tensors, which follow each other."""
-_PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
+_DRAFT_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+"""Numbers of further layers that only speculative decoding uses, by family."""
 FILE_BYTES = 4 << 30
 """Size of a file: as many tensors as fit, at least one."""
 
 
 def export_checkpoint(
-    config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int, merge: bool = False
+    config: Config,
+    checkpoint: str | Path,
+    *,
+    out_dir: str | Path,
+    vocab_size: int,
+    merge: bool = False,
+    log: Log = lambda _: None,
 ) -> None:
-    """Write the model (safetensors, in `model.dtype`), its configuration, and the tokenizer or processor if it has
-    files; of a run with adapters these alone, in PEFT's format, or with `merge` the model with them added in. Needs
-    memory for one file and one layer, but for the whole model where parameters that were not trained are written.
+    """Write a model that the library opens: weights (safetensors, in `model.dtype`), those of `model.path` that were
+    not trained included, configurations, and the files beside them (`export_files`); of a run with adapters these
+    alone, in PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is
+    changed or left out. Needs memory for one file and one layer, but for the whole model where parameters that were not
+    trained are written.
 
     Raises:
         ConfigError: `out_dir` is not empty, or there are no adapters to `merge`.
@@ -60,23 +77,71 @@ def export_checkpoint(
     described, run = configured_model(config, vocab_size=vocab_size), config.model
     part = _part_of(run, described)
     library = library_on_meta(described) if part is None else part.whole
+    tokenizer = tokenizer_of_rows(config.data)
     target.mkdir(parents=True, exist_ok=True)
-    tokenizer = _copied_tokenizer(config.data, target)
     if has_reward_head(library.config):
-        _set_padding(library.config, tokenizer)
-    if not has_adapters or merge:
-        held: Mapping[str, Source] = _held(config, described, Path(checkpoint), whole=merge or run.freeze_vision)
-        if part is not None:
-            held = {part.outer(name) or name: each for name, each in held.items()} | other_weights(part, str(run.path))
-            _copy_processor(str(run.path), target, key="model.path")
-        _write_weights(_as_in_files(library, Path(checkpoint), dtype=DTYPES[run.dtype], held=held, part=part), target)
-        library.config.architectures = [type(library).__name__]
-        library.config.dtype = text_of(library.config).dtype = run.dtype
-        library.config.save_pretrained(target)
-        if library.can_generate():
-            library.generation_config.save_pretrained(target)
-    else:
+        _set_padding(library.config, None if tokenizer is None else tokenizer.library)
+    ends = [] if tokenizer is None else end_tokens(config.data, tokenizer=tokenizer)
+    ends = [end for end in ends if end < vocab_size and library.can_generate()]
+    if has_adapters and not merge:
         _write_adapters(config, library, Path(checkpoint), target, part=part)
+        if tokenizer is not None and tokenizer.library is not None:
+            tokenizer.library.save_pretrained(target)
+    else:
+        _write_model(config, library, Path(checkpoint), target, described=described, part=part, ends=ends, log=log)
+        copy_files(config, target, tokenizer=tokenizer, log=log)
+    if tokenizer is not None:
+        write_chat_template(config.data, target, tokenizer=tokenizer, log=log)
+
+
+def _write_model(
+    config: Config,
+    library: Any,
+    checkpoint: Path,
+    target: Path,
+    *,
+    described: PreTrainedConfig,
+    part: TextPart | None,
+    ends: Sequence[int],
+    log: Log,
+) -> None:
+    run, carried = config.model, dict[str, Tensor]()
+    whole = run.lora.rank is not None or run.freeze_vision
+    held: Mapping[str, Source] = _held(config, described, checkpoint, whole=whole)
+    if part is not None:
+        held = {part.outer(name) or name: each for name, each in held.items()} | other_weights(part, str(run.path))
+    if run.path is not None and run.init == "pretrained":
+        carried, useless = carried_weights(run.path, library, part)
+        if carried:
+            log(f"copied from {run.path}, not trained: {listed(list(carried))}")
+        if useless:
+            log(f"not copied from {run.path}, since the model has no use for them: {listed(useless)}")
+    dtype = DTYPES[run.dtype]
+    tensors = _as_in_files(library, checkpoint, dtype=dtype, held=held, part=part)
+    others = ((name, each.to(dtype) if each.dtype in DTYPES_OF_FILES else each) for name, each in carried.items())
+    _write_weights(chain(tensors, others), target)
+    _drop_drafts(library.config, carried, log=log)
+    library.config.architectures = [type(library).__name__]
+    library.config.dtype = text_of(library.config).dtype = run.dtype
+    set_ends(library.config, ends)
+    library.config.save_pretrained(target)
+    if library.can_generate():
+        write_generation_config(library, target, path=run.path, ends=ends, log=log)
+
+
+def _drop_drafts(config: PreTrainedConfig, carried: Iterable[str], *, log: Log) -> None:
+    """Let the configuration have no layers for speculative decoding if there are no weights of them."""
+    text = text_of(config)
+    layers = (re.search(r"\blayers\.(\d+)\.", name) for name in carried)
+    if any(each is not None and int(each[1]) >= text.num_hidden_layers for each in layers):
+        return
+    if any("mtp" in name for name in carried):
+        return
+    for each in {id(each): each for each in (config, text)}.values():
+        for key in _DRAFT_KEYS:
+            if number := getattr(each, key, None):
+                setattr(each, key, 0)
+                log(f"{key} is 0, was {number}: there are no weights of such layers")
 
 
 def _part_of(run: ModelConfig, described: PreTrainedConfig) -> TextPart | None:
@@ -95,33 +160,6 @@ def _set_padding(config: PreTrainedConfig, tokenizer: Any) -> None:
         remove_padding(config)
     else:
         config.pad_token_id = pad
-
-
-def _copied_tokenizer(data: DataConfig, target: Path) -> Any:
-    """Save the tokenizer, and copy the further files of a processor; return the tokenizer, None if it has no files."""
-    name, is_processor = data.processor or data.tokenizer, data.processor is not None
-    if name in (None, "bytes"):
-        return None
-    from transformers import AutoTokenizer
-
-    key = "data.processor" if is_processor else "data.tokenizer"
-    source, local_only = locate(name, key=key)
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local_only)
-    tokenizer.save_pretrained(target)
-    if is_processor:
-        _copy_processor(name, target, key=key)
-    return tokenizer
-
-
-def _copy_processor(name: str, target: Path, *, key: str) -> None:
-    """Copy the files of a processor that its tokenizer does not write."""
-    source, local_only = locate(name, key=key)
-    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
-    options["_raise_exceptions_for_connection_errors"] = False
-    for file in _PROCESSOR_FILES:
-        found = cached_file(source, file, **options)
-        if found is not None and not (target / file).exists():
-            shutil.copyfile(found, target / file)
 
 
 def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path, *, part: TextPart | None) -> None:
@@ -171,11 +209,12 @@ def _load(state: dict[str, Tensor], checkpoint: Path) -> None:
 
 def _write_weights(tensors_in_order: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     names: list[list[str]] = []
-    total_bytes = 0
+    total_bytes = total_numbers = 0
     for number, tensors in enumerate(_files(tensors_in_order)):
         save_file(tensors, folder / f"{number}.part", metadata={"format": "pt"})
         names.append(list(tensors))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        total_numbers += sum(tensor.numel() for tensor in tensors.values())
     if len(names) == 1:
         (folder / "0.part").rename(folder / SAFE_WEIGHTS_NAME)
         return
@@ -185,7 +224,7 @@ def _write_weights(tensors_in_order: Iterable[tuple[str, Tensor]], folder: Path)
         file = f"{stem}-{number + 1:05}-of-{len(names):05}.{suffix}"
         (folder / f"{number}.part").rename(folder / file)
         file_of |= dict.fromkeys(own, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    index = {"metadata": {"total_parameters": total_numbers, "total_size": total_bytes}, "weight_map": file_of}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

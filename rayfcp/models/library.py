@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import VISION_FAMILIES
-from rayfcp.data.hub import locate
+from rayfcp.config.architecture import VISION_FAMILIES
+from rayfcp.data.hub import locate, reason_of
 from rayfcp.models.layers import (
     EXPERT_COUNTS,
     experts_per_token,
@@ -66,6 +66,9 @@ _PER_LAYER = (
 """Keys of lists with an entry per layer; others, such as pairs of bounds, may be as long by chance."""
 
 
+QUANTIZATION = "quantization_config"
+"""Key of `config.json` for weights that are stored in another form."""
+
 MARK = ".lora_"
 """In the names of all parameters of adapters, and of no others."""
 
@@ -96,17 +99,25 @@ def lora_module() -> ModuleType:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """Configuration of the model at `path`, all of its parts.
+    """Configuration of the model at `path`, all of its parts, without what says how other files of it are quantized:
+    weights are plain here (`pretrained.WeightFiles` refuses others).
 
     Raises:
         ConfigError: No model is there.
     """
     source, local_only = locate(path, key="model.path")
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=local_only)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            source, local_files_only=local_only, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
+        raise ConfigError(
+            f"model.path is {path!r}, no Hugging Face model is there ({reason_of(error)}); give a folder"
+        ) from error
+    parts = (getattr(found, name, None) for name in found.sub_configs)
+    for each in (found, *parts):
+        if getattr(each, QUANTIZATION, None) is not None:
+            delattr(each, QUANTIZATION)
     return found
 
 
@@ -155,14 +166,14 @@ def make_library_model(config: PreTrainedConfig, *, attention: str | None = None
         keywords["attn_implementation"] = {"": attention, "text_config": attention, "vision_config": IMPLEMENTATION}
     elif attention is not None:
         keywords["attn_implementation"] = attention
-    return auto.from_config(config, **keywords)
+    return auto.from_config(config, trust_remote_code=False, **keywords)
 
 
 def make_language_model(text: PreTrainedConfig) -> Any:
     """A model by its `text_of`; without a head where the family has one only with an encoder."""
     known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto: Any = AutoModelForCausalLM if known else AutoModel
-    return auto.from_config(text)
+    return auto.from_config(text, trust_remote_code=False)
 
 
 def decoder_of(library: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.models.library import (
     VOCAB_SIZE,
     config_at,

@@ -23,10 +23,12 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rayfcp.config import ConfigError
+from rayfcp.config.models import WEIGHT_SUFFIXES
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.library import (
+    QUANTIZATION,
     REWARD_HEAD,
     has_reward_head,
     is_saved_classifier,
@@ -52,6 +54,8 @@ _MAX_NAMED = 3
 
 _FITTING = "give weights and configuration of one model"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES_OF_FILES = frozenset(_DTYPES.values())
+"""Types of plain weights."""
 
 
 class LazyTensor:
@@ -148,20 +152,46 @@ class WeightFiles:
         self._source, self._local_only = locate(path, key="model.path")
         self.headers_only = headers_only
         self._open: dict[str, Any] = {}
-        index = self._find(SAFE_WEIGHTS_INDEX_NAME)
-        if index is not None:
-            self._file_of = self._weight_map(index)
-        elif self._find(SAFE_WEIGHTS_NAME) is not None:
-            self._file_of = dict.fromkeys(self._handle(SAFE_WEIGHTS_NAME).keys(), SAFE_WEIGHTS_NAME)
-        else:
+        self._file_of = self._files_by_tensor()
+
+    def _files_by_tensor(self) -> dict[str, str]:
+        """Name of the file of each tensor. A single file precedes an index, as in the library."""
+        if self._find("adapter_config.json") is not None:
             raise self.error(
-                f"neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there; save the model as safetensors, "
-                "or set model.init=random"
+                "it has an adapter (adapter_config.json), which is not read beside a model; merge it into the model "
+                "first, or remove it"
             )
+        if self._find(SAFE_WEIGHTS_NAME) is not None:
+            return dict.fromkeys(self._handle(SAFE_WEIGHTS_NAME).keys(), SAFE_WEIGHTS_NAME)
+        if (index := self._find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            return self._weight_map(index)
+        folder = Path(self._source)
+        others = sorted(folder.iterdir()) if folder.is_dir() else []
+        found = listed([each.name for each in others if each.suffix in WEIGHT_SUFFIXES])
+        raise self.error(
+            f"neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there{f', but {found}' if found else ''}; "
+            "save the model as safetensors, or set model.init=random"
+        )
 
     def error(self, problem: str) -> ConfigError:
         """An error about these files."""
         return ConfigError(f"model.path is {self.path!r}, {' '.join(problem.split())}")
+
+    def misfit(self, problem: str, *, remedy: str = _FITTING) -> ConfigError:
+        """An error about tensors that are not those of the model, which is quantized if its configuration says so."""
+        if (method := self.quantization) is not None:
+            problem = f"whose weights are quantized ({QUANTIZATION} {method!r} in its config.json): {problem}"
+            remedy = "give the weights before quantization; model.lora.quantize=nf4 packs them when they are loaded"
+        return self.error(f"{problem}; {remedy}")
+
+    @property
+    def quantization(self) -> str | None:
+        """The method by which the weights are quantized, as `config.json` says; None if it says nothing."""
+        file = self._find("config.json")
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        parts = (each for each in (found, *found.values()) if isinstance(each, dict))
+        settings = next((each[QUANTIZATION] for each in parts if each.get(QUANTIZATION)), None)
+        return None if settings is None else str(settings.get("quant_method") or "of no named method")
 
     @property
     def names(self) -> Iterable[str]:
@@ -181,13 +211,18 @@ class WeightFiles:
             raise self.error(f"{file} lacks {name}, which its index says it has; fetch both again") from error
         dtype = _DTYPES.get(part.get_dtype())
         if dtype is None:
-            raise self.error(
-                f"{name} holds {part.get_dtype()}, must be one of {', '.join(_DTYPES)}; give weights that are not "
-                "quantised"
+            raise self.misfit(
+                f"{name} holds {part.get_dtype()}, must be one of {', '.join(_DTYPES)}",
+                remedy="give weights that are not quantized",
             )
         if self.headers_only:
             return LazyTensor([torch.empty(part.get_shape(), dtype=dtype, device="meta")])
         return LazyTensor([self._handle(file).get_tensor(name)])
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as it is in the files, of any type."""
+        found: Tensor = self._handle(self._file_of[name]).get_tensor(name)
+        return found
 
     def _find(self, file: str) -> Path | None:
         """The file in the folder or the hub's cache, None if there is none."""
@@ -238,7 +273,10 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
     if Path(path).expanduser().is_dir():
         library = library_on_meta(config)
         own = dict((*library.named_parameters(), *library.named_buffers()))
-        _fill(own, config, WeightFiles(path, headers_only=True))
+        files = WeightFiles(path, headers_only=True)
+        _fill(own, config, files)
+        if (method := files.quantization) is not None:
+            logger.warning("%s of %s (%r) is dropped: its weights are not quantized", QUANTIZATION, path, method)
 
 
 @torch.no_grad()
@@ -263,6 +301,18 @@ def other_weights(part: TextPart, path: str) -> dict[str, Source]:
     return dict(_sources(WeightFiles(path), part.whole, wanted=part.others(), part=part))
 
 
+def carried_weights(path: str, library: Any, part: TextPart | None) -> tuple[dict[str, Tensor], list[str]]:
+    """Return what the files at `path` hold beside the model's own tensors.
+
+    First the tensors that the library ignores, by their names in the files, such as layers for speculative decoding and
+    parts of models with sound; then names of tensors that cannot go with the model: tables that are computed, and in a
+    reward model the head for tokens.
+    """
+    files = WeightFiles(path)
+    found = _contents(files, library, part)
+    return {name: files.stored(name) for name in found.ignored}, found.useless
+
+
 def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files: WeightFiles) -> None:
     """Overwrite tensors, and packed weights, by their names in the model of `config`; those that the library's model
     lacks are left alone."""
@@ -277,7 +327,7 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
     for name, source in _sources(files, library, wanted=wanted.keys(), part=part):
         if tuple(source.shape) != shapes[name]:
             shape, wanted_shape = list(source.shape), list(shapes[name])
-            raise files.error(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json; {_FITTING}")
+            raise files.misfit(f"{name} has shape {shape} there, must be {wanted_shape} by its config.json")
         target = wanted[name]
         first = filled.setdefault(id(target), name)
         if isinstance(target, Nf4Linear):
@@ -298,7 +348,7 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
     if has_reward_head(library.config) and not is_saved_classifier(library.config):
         missing = [name for name in missing if not name.startswith(f"{REWARD_HEAD}.")]  # it is drawn
     if missing:
-        raise files.error(f"its files lack {_listed(missing)}; {_FITTING}")
+        raise files.misfit(f"its files lack {listed(missing)}")
 
 
 def aliases_of(library: Any) -> dict[str, list[str]]:
@@ -333,31 +383,45 @@ def _sources(
     Raises:
         ConfigError: A tensor of the files, of which we run the text `part`, has no place there, or cannot be converted.
     """
-    for name, recipe in _recipes(files, library, part).items():
+    for name, recipe in _contents(files, library, part).recipes.items():
         if recipe.may_make(name, wanted):
             made = _converted(name, recipe, files, library)
             yield from ((each, source) for each, source in made.items() if each in wanted)
 
 
-def _recipes(files: WeightFiles, library: Any, part: TextPart | None) -> dict[str, _Recipe]:
-    """Recipes by first target, in the library's order, which is that of parts to be stacked. What only a causal LM has
-    is left out of a reward model."""
+@dataclass(slots=True)
+class _Contents:
+    """Tensors of files: `recipes` of the model's own by first target, in the library's order, which is that of parts to
+    be stacked; names of others that the library ignores, and of those that no model like it needs."""
+
+    recipes: dict[str, _Recipe] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    useless: list[str] = field(default_factory=list)
+
+
+def _contents(files: WeightFiles, library: Any, part: TextPart | None) -> _Contents:
+    """
+    Raises:
+        ConfigError: See `_sources`.
+    """
     from transformers.core_model_loading import dot_natural_key
 
-    recipes: dict[str, _Recipe] = {}
+    found = _Contents()
     unexpected, own, causal = [], _Naming(library), _causal_naming(library)
     for key in sorted(files.names, key=dot_natural_key):
         name, pattern = own.of(key)
         if name in own.state:
-            recipe = recipes.setdefault(name, _Recipe(own.converter_of[pattern] if pattern else None))
+            recipe = found.recipes.setdefault(name, _Recipe(own.converter_of[pattern] if pattern else None))
             recipe.parts.append((key, pattern or key))
-        elif part is not None and part.inner(name) is None:
-            continue  # an encoder's, which the library ignores with a warning
-        elif not _is_ignored(key, name, library) and not (causal and causal.of(key)[0] in causal.state):
+        elif re.search(_OLD_TABLES, key) or (causal and causal.of(key)[0] in causal.state):
+            found.useless.append(key)
+        elif _is_ignored(key, name, library) or (part is not None and part.inner(name) is None):
+            found.ignored.append(key)  # the latter are of parts that the library lacks, and ignores with a warning
+        else:
             unexpected.append(key)
     if unexpected:
-        raise files.error(f"{type(library).__name__} has no place for {_listed(unexpected)} of its files; {_FITTING}")
-    return recipes
+        raise files.misfit(f"{type(library).__name__} has no place for {listed(unexpected)} of its files")
+    return found
 
 
 class _Naming:
@@ -393,7 +457,7 @@ def _causal_naming(library: Any) -> _Naming | None:
 
 def _is_ignored(key: str, name: str, library: Any) -> bool:
     """True for tensors that the library ignores too, such as layers that only decoding uses."""
-    patterns = (*(library._keys_to_ignore_on_load_unexpected or ()), _OLD_TABLES)
+    patterns = library._keys_to_ignore_on_load_unexpected or ()
     return any(re.search(pattern, each) for pattern in patterns for each in (key, name))
 
 
@@ -407,11 +471,12 @@ def _converted(name: str, recipe: _Recipe, files: WeightFiles, library: Any) -> 
     try:
         found = converter.convert(name, model=library, config=library.config)
     except Exception as error:  # whatever a family's conversion raises
-        names = _listed([key for key, _ in recipe.parts])
-        raise files.error(f"{name} cannot be made of {names} ({type(error).__name__}: {error}); {_FITTING}") from error
+        names = listed([key for key, _ in recipe.parts])
+        raise files.misfit(f"{name} cannot be made of {names} ({type(error).__name__}: {error})") from error
     return {each: value[0] if isinstance(value, list) else value for each, value in found.items()}
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names in a line, and the number of others."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more

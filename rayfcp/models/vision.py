@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedConfig
 
-from rayfcp.config.models import VisionConfig
+from rayfcp.config.architecture import VisionConfig
 from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.devices.backend import to_device
 from rayfcp.execute.kernels import Pairs, pick_kernel

@@ -224,7 +224,9 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3-1.7b", "gpt-7b"])
 def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model: str) -> None:
+    """What only the user knows is refused by name before it is filled in; planning needs none of it."""
     from rayfcp.cluster.planning.preview import model_of
+    from rayfcp.cluster.trainer import check_runnable
 
     inputs = request(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
     path = tmp_path / "config.yaml"
@@ -232,8 +234,12 @@ def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model
     config = load_config(path)
     found, want = model_of(config), model_profile(model)
     assert (found.num_layers, found.num_parameters) == (want.num_layers, want.num_parameters)
-    said = [line for line in path.read_text().splitlines() if line.startswith("# To fill in: data.paths")]
-    assert config.data.paths == (DATA,) and len(said) == 1 and DATA in said[0]
+    text = path.read_text().replace("\n# ", " ")
+    assert config.data.paths == (DATA,) and f"To fill in: data.paths; the placeholder is {DATA}." in text
+    key = "data.tokenizer" if model == "gpt-7b" else "model.path"
+    assert f"To fill in: {key}" in text and ("To choose: train.steps" in text) == (key == "model.path")
+    with pytest.raises(ConfigError, match=rf"^{key} is 'PATH/OF/.*', there is no such folder"):
+        check_runnable(config)
 
 
 def test_the_command_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,14 @@ def refused(text: str) -> str:
         ),
         ("model: {architecture: {head_dim: 3}}", "model.architecture.head_dim is 3, must be even"),
         ("model: {init: pretrained}", "model.init is 'pretrained', must be 'random' without model.path"),
+        (
+            "model: {path: m, architecture: {num_layers: 4}}",
+            "model.architecture.num_layers is 4, must be absent beside model.path ('m'), which has sizes of its own; "
+            "leave one of the two out, e.g. by model.architecture=null",
+        ),
+        ("model: {path: m, architecture: {vision: null}}", "model.architecture.vision is None, must be absent beside"),
+        ("model: {name: qwen3-8b, architecture: {ffn_size: 8}}", "must be absent beside model.name ('qwen3-8b')"),
+        ("model: {path: m, name: qwen3-8b}", "model.name is 'qwen3-8b', must be absent beside model.path ('m')"),
         ("run: {name: ../up}", "run.name is '../up', must start with a letter or digit"),
         ("metrics: {port: 70000}", "metrics.port is 70000, must be at most 65535; lower it"),
     ],
@@ -176,6 +184,42 @@ def test_wrong_configs_say_what_is_wrong(text: str, line: str) -> None:
 def test_a_folder_model_brings_its_own_limits() -> None:
     raw = {"data": {"paths": ["x"], "max_seqlen": 100_000}, "model": {"path": "m"}, "train": {"recompute_layers": 99}}
     assert parse_config(raw).data.max_seqlen == 100_000
+
+
+def test_an_empty_architecture_goes_with_a_path() -> None:
+    """Also when it is written out: a run's own file has all keys."""
+    given = {"data": {"paths": ["x"]}, "model": {"path": "m", "architecture": None}}
+    config = parse_config(given)
+    assert parse_config(read_yaml(dump_config(config), source="dump")) == config
+
+
+@pytest.mark.parametrize(
+    ("files", "init"),
+    [
+        (["config.json"], "random"),
+        (["config.json", "model.safetensors"], "pretrained"),
+        (["model-00001-of-00002.safetensors"], "pretrained"),
+        (["pytorch_model.bin"], "pretrained"),  # which is refused when it is loaded, and never passed over
+        (["consolidated.00.pth"], "pretrained"),
+        ([], "random"),
+    ],
+)
+def test_weights_are_taken_where_they_are(files: list[str], init: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    config = Config(data={"paths": ["x"]}, model={"path": str(tmp_path)})
+    assert config.model.init == init and init in config.model.weights
+    assert config.changed(train={"steps": 3}).model.init == init
+    assert parse_config(read_yaml(dump_config(config), source="dump")).model.init == init
+    for told in ("random", "pretrained"):
+        assert Config(data={"paths": ["x"]}, model={"path": str(tmp_path), "init": told}).model.init == told
+
+
+def test_models_that_are_not_here_have_weights_and_shapes_have_none() -> None:
+    inits = {"path": "pretrained", "name": "random"}
+    for key, init in inits.items():
+        assert Config(data={"paths": ["x"]}, model={key: "org/model"}).model.init == init
+    assert Config(data={"paths": ["x"]}).model.init == "random"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rayfcp.cli import main
+from rayfcp.config.loading import read_yaml
 from tests.docs.forms import check, words_of
 from tests.docs.pages import BLOCKS, COMMANDS, LANGUAGES, ROOT, SAVED, Command
 
@@ -64,7 +65,8 @@ def small(words: list[str]) -> list[str]:
     if words[:2] == ["train", "jobs/quickstart.yaml"]:
         return [*words, *SMALL, *(["train.steps=3", PEAK] if len(words) > 2 else [])]
     if words[0] == "train":  # on CPUs: the Ray that tests share speaks of an NPU, which `auto` would take
-        narrow = [] if "path:" in SAVED.get(words[1], "").partition("model:")[2] else NARROW
+        text = SAVED.get(words[1]) or Path(words[1]).read_text(encoding="utf-8")
+        narrow = [] if read_yaml(text, source=words[1])["model"].get("path") else NARROW
         return [*words, "cluster.device=cpu", "train.steps=2", "eval.batches=1", PEAK, *narrow]
     if words[0] == "plan":
         return [*words, "plan.search_moves=2000", *([] if "--lengths" in words else SMALL)]

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Tokens
 from rayfcp.models import causal_lm
 from rayfcp.models.build import random_model

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config.adapting import LoraConfig
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.losses.base import BatchLoss, Loss

@@ -11,7 +11,7 @@ import torch
 from jobs.bench.gpu_plain import one_rank_program
 from rayfcp.bench.alone import Alone, alone
 from rayfcp.config import Config
-from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.execute.state.snapshots import Snapshots

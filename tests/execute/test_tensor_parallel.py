@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import ArchitectureConfig, ModelConfig, TrainConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig, TrainConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import is_split, local_squares, make_optimizer, sum_copies

@@ -8,7 +8,7 @@ import torch
 from rayfcp.bench.alone import alone
 from rayfcp.cluster.planning.measured import analytic_cost, measure_cost
 from rayfcp.config import Config
-from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.cost.fit import few_shapes, image_shapes
 from rayfcp.execute.calibrate import time_passes
 from rayfcp.values import ClusterSpec

@@ -25,7 +25,8 @@ def _models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Folders of models that scripts and other runs leave."""
     folder = tmp_path_factory.mktemp("desk")
     runpy.run_path(str(FOLDER / "chat.py"))["write"](folder / "build" / "chat", vocab_size=512)
-    shutil.copytree(folder / "build" / "chat" / "model", folder / "build" / "base")
+    for name in ("base", "chat-model"):
+        shutil.copytree(folder / "build" / "chat" / "model", folder / "build" / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.models.library import make_library_model
 from tests.models.helpers import VOCAB
 from tests.models.vlm import vlm_config

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import pick_kernel

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.plan import model_profile
 from tests.models.helpers import FAMILIES, VOCAB, architecture, library_config

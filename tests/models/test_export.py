@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.models import export
 from rayfcp.models.build import empty_model, random_model
 from rayfcp.models.causal_lm import CausalLM

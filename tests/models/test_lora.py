@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
-from rayfcp.config.models import VISION_FAMILIES
+from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.cost.memory import stage_state_parts
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.build import random_model

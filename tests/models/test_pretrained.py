@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.models import pretrained
 from rayfcp.models.build import empty_model
+from rayfcp.models.library import config_at
 from rayfcp.models.pretrained import LazyTensor, Source, check_weights, fill_pretrained, read
 from rayfcp.values.state import Box
 from tests.examples import examples
@@ -193,10 +194,80 @@ def load_names(index: Path, file: str) -> list[str]:
     return [name for name, each in json.loads(index.read_text())["weight_map"].items() if each == file]
 
 
+def said_to_be_quantized(folder: Path, settings: dict[str, str]) -> PreTrainedConfig:
+    """The configuration of a folder whose `config.json` says so."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    return config_at(str(folder))
+
+
+def test_plain_weights_are_not_quantized_whatever_their_configuration_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, and neither the model nor an export has the entry."""
+    plain, want = saved(tmp_path, "qwen3")
+    config = said_to_be_quantized(tmp_path, {"quant_method": "gptq", "bits": "4"})
+    assert config.to_dict() == plain.to_dict()
+    check_weights(str(tmp_path), config)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"quantization_config of {tmp_path} ('gptq') is dropped: its weights are not quantized"
+    ]
+    found = filled(tmp_path, config)
+    assert all(torch.equal(value, want[name].float()) for name, value in found.items())
+
+
+def scale(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight_scale_inv"] = torch.ones(1)
+
+
+@pytest.mark.parametrize("change", [quantise, scale, add, narrow, drop])
+def test_quantized_weights_are_refused_by_the_name_of_their_method(
+    change: Callable[[dict[str, Tensor]], None], tmp_path: Path
+) -> None:
+    saved(tmp_path, "qwen3")
+    rewritten(tmp_path, change)
+    config = said_to_be_quantized(tmp_path, {"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match=r"whose weights are quantized \(quantization_config 'fp8' .*: .*; give the"):
+        check_weights(str(tmp_path), config)
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
+    config, _ = saved(tmp_path, "qwen3")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"it has an adapter \(adapter_config.json\), which is not read"):
+        check_weights(str(tmp_path), config)
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked either. A family of the library needs none."""
+    saved(tmp_path, "qwen3")
+    file = tmp_path / "config.json"
+    found = json.loads(file.read_text()) | {
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    }
+    file.write_text(json.dumps(found))
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    config = config_at(str(tmp_path))
+    check_weights(str(tmp_path), config)
+    assert empty_model(config, dtype="float32").model.config.model_type == "qwen3"
+    file.write_text(json.dumps(found | {"model_type": "own"}))
+    with pytest.raises(ConfigError, match=r"model\.path is .*needs code of its own \(auto_map\), which is never run"):
+        config_at(str(tmp_path))
+
+
+def test_a_single_file_precedes_an_index(tmp_path: Path) -> None:
+    config, _ = saved(tmp_path, "qwen3")
+    (tmp_path / "sharded.json").write_text((tmp_path / INDEX).read_text())
+    rewritten(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(3))
+    (tmp_path / "sharded.json").rename(tmp_path / INDEX)
+    assert filled(tmp_path, config)["model.norm.weight"].eq(3).all()
+
+
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
     config, _ = saved(tmp_path, "qwen3")
     for file in (*tmp_path.glob("*.safetensors"), tmp_path / INDEX):
         file.unlink()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=f"neither .* nor {INDEX} is there; save the model"):
+    with pytest.raises(ConfigError, match=f"neither .* nor {INDEX} is there, but pytorch_model.bin; save"):
         check_weights(str(tmp_path), config)

@@ -22,7 +22,8 @@ from rayfcp.bench.alone import random_shards
 from rayfcp.cluster.planning.preview import OfflinePlan
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.cost.analytic import model_flops
 from rayfcp.cost.memory import loss_bytes
 from rayfcp.cost.stages import outer_parameters

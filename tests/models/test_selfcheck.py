@@ -8,7 +8,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import VISION_FAMILIES, ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.models import vision
 from rayfcp.models.describe import model_config
 from rayfcp.models.selfcheck import check_supported

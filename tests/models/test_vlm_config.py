@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import VISION_FAMILIES, ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.models import describe
 from rayfcp.models.describe import check_limits, model_config, profile_of
 from rayfcp.models.library import make_library_model

@@ -35,7 +35,7 @@ from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.steps import StepLog, read_steps
 from rayfcp.values import StateId
 
-_IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+_IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "quantization_config")
 
 
 class Resume:
@@ -121,7 +121,7 @@ class Resume:
         if found is None:
             return
         self.source, manifest = found
-        check_same_model(manifest, self.model)
+        check_same_model(replace(manifest, model=comparable_model(manifest.model)), self.model)
         try:
             if self._trains:
                 self.sampler.check_state(manifest.data)

@@ -12,6 +12,7 @@ from rayfcp.cluster.trainer import check_runnable, prepared_data
 from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
 from rayfcp.compare.lengths import draw_batches
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.models import NO_MODEL
 from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.profiles import MODELS
 from rayfcp.data import tokenizer_of
@@ -130,7 +131,7 @@ def _named(name: str, config: Config) -> ModelProfile:
     vision = model.vision and dataclasses.replace(model.vision, frozen=config.model.freeze_vision or has_adapters)
     adapter = None
     if has_adapters:
-        named = config.changed(model={"path": None, "name": name, "init": "random"})
+        named = config.changed(model={**NO_MODEL, "name": name})
         adapter = described_model(named, vocab_size=model.vocab_size)[1].adapter
     model = dataclasses.replace(model, vision=vision, adapter=adapter)
     is_reward = config.loss.type == "reward"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
-from rayfcp.data.hub import locate
+from rayfcp.data.hub import locate, reason_of
 from rayfcp.data.rows import BadReason, BadRowError
 from rayfcp.data.tokenizer import HuggingFaceTokenizer, TokenArray
 from rayfcp.data.vision.layout import MediaGrid, MediaItem, place, runs_of
@@ -265,10 +265,9 @@ def _family(name: str, tokenizer: Any) -> ProcessorFamily:
         if kind in _FAMILIES:
             return _FAMILIES[kind][0](_processor(kind, source, tokenizer, local_files_only=local_only))
     except Exception as error:  # the library raises errors of many kinds for missing files and for a dead network
-        reason = " ".join(str(error).split())[:160]
         raise ConfigError(
-            f"data.processor is {name!r}, must be a Hugging Face processor that loads ({reason}); give the folder that "
-            "holds preprocessor_config.json; images need pip install 'rayfcp[vision]'"
+            f"data.processor is {name!r}, must be a Hugging Face processor that loads ({reason_of(error)}); give the "
+            "folder that holds preprocessor_config.json; images need pip install 'rayfcp[vision]'"
         ) from error
     raise ConfigError(
         f"data.processor is {name!r}, a {kind}, must be one of {', '.join(_FAMILIES)}; give another model"
@@ -297,7 +296,7 @@ def _processor(kind: str, name: str, tokenizer: Any, *, local_files_only: bool) 
     kept = library.get_processor_dict(name, local_files_only=local_files_only)[0]
     settings = {key: kept[key] for key in ("chat_template", "image_seq_length") if key in kept}
     auto = importlib.import_module("transformers").AutoImageProcessor
-    images = auto.from_pretrained(name, backend="pil", local_files_only=local_files_only)
+    images = auto.from_pretrained(name, backend="pil", local_files_only=local_files_only, trust_remote_code=False)
     return unchecked(image_processor=images, tokenizer=tokenizer, video_processor=videos, **settings)
 
 
