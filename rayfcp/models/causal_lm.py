@@ -9,6 +9,7 @@ from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.losses.base import Targets
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, Carried, follow_context
+from rayfcp.models.embedding import sum_widely
 from rayfcp.models.head import head_loss
 from rayfcp.models.latent import send_latents
 from rayfcp.models.layers import kinds_of_layers
@@ -47,6 +48,7 @@ class CausalLM(StageModule):
         kinds = kinds_of_layers(text_of(model.config))
         follow_context(dict(zip(numbers, self.layers, strict=True)), kinds=kinds)
         hook_recurrence(model)
+        sum_widely(model)
         embedding = model.get_input_embeddings()
         if self.stage.is_first and not embedding.weight.requires_grad:
             # Exchanges of the first layer's attention belong to each backward pass, whatever that layer trains.

@@ -85,6 +85,9 @@ class DeviceBackend:
     fuses_adamw = True
     """torch has its fused kernel of AdamW."""
 
+    sums_embeddings = False
+    """torch's gradient of an embedding sums a word's tokens in fp32 at least."""
+
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
 

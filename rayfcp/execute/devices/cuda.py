@@ -154,6 +154,8 @@ def _runtime() -> Any:
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
 
+    sums_embeddings = True
+
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)
         self._page_locks = PageLocks(_runtime)
