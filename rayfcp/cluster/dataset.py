@@ -130,7 +130,7 @@ def _open_prepared(config: Config, data_dir: str) -> Dataset:
         max_bad_fraction=config.data.max_bad_fraction,
     )
     _check_images(config, model, has_images=index.has_images)
-    sampler = _sampler(config, index)
+    sampler, model = _sampler(config, index), replace(model, head_fraction=index.head_fraction)
     return Dataset(index=index, sampler=sampler, library=library, model=model, trained=_trained(config.model))
 
 

@@ -61,9 +61,11 @@ def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> f
 
 
 def model_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
-    """Forward and backward FLOPs of the whole model, output head and vision encoder included. Frozen weights beside
-    adapters have no gradients."""
-    linear = (1 + model.linear_backward) * model.linear_flops_per_token * sum(each.num_tokens for each in sequences)
+    """Forward and backward FLOPs of the whole model, vision encoder and output head included: the head on tokens with
+    targets alone. Frozen weights beside adapters have no gradients."""
+    in_layers = model.linear_flops_of(model.every_layer) * sum(each.num_tokens for each in sequences)
+    in_head = 2 * model.head_parameters * sum(each.num_head_tokens for each in sequences)
+    linear = (1 + model.linear_backward) * (in_layers + in_head)
     runs = [run for sequence in sequences for run in sequence.images]
     num_patches, pairs = sum(run.count * run.num_patches for run in runs), sum(run.encoder_pairs for run in runs)
     return linear + attention_flops(model, sequences) + vision_flops(model, num_patches=num_patches, pairs=pairs)

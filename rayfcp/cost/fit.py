@@ -122,13 +122,14 @@ MIN_LOCAL_SHAPES = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Every group of `degree` ranks runs sequences of `lengths` tokens together, each with `images`, which the first
-    rank of its group encodes."""
+    rank of its group encodes. The head runs on `head_fraction` of the tokens."""
 
     degree: int
     lengths: tuple[int, ...]
     primitive: Primitive = Primitive.RING
     layer_kinds: LayerKinds = ()
     images: Images | None = None
+    head_fraction: float = 1.0
 
     @property
     def num_tokens(self) -> int:

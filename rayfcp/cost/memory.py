@@ -135,9 +135,9 @@ def stage_state_parts(
     is_last = stage == len(layers_of_stage) - 1
     settings: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
     settings |= {"reduce_every": reduce_every, "gather_every": gather_every, "staged": len(layers_of_stage) > 1}
-    head = bytes_per_element * model.head_parameters if is_last else 0
-    chunk = loss_bytes(model, bytes_per_element=bytes_per_element) - head if is_last else 0
-    head = head if model.adapter is None else 0
+    trains_head = model.adapter is None
+    head = bytes_per_element * model.head_parameters if is_last and trains_head else 0
+    loss = loss_bytes(model, bytes_per_element=bytes_per_element, trains_head=trains_head) if is_last else 0
     layers = model.layers_of(layers_of_stage)[stage]
     found = _states(
         [model.parameters_of([each]) for each in layers],
@@ -152,7 +152,7 @@ def stage_state_parts(
         none = [0] * vision.num_layers, 0
         more = _states(sizes, outer=outer, trained=none if vision.frozen else (sizes, outer), **settings)
         found = {kind: size + more[kind] for kind, size in found.items()}
-    return found | {"head": head, "passing": max(found["passing"], chunk)}
+    return found | {"head": head, "passing": max(found["passing"], loss - head)}
 
 
 def _states(
@@ -248,7 +248,7 @@ def forward_state_bytes(
     few = _most_at_once(layers, min(GATHERED_LAYERS, len(layers))) + outer
     gathered = bytes_per_element * (whole if gather_every == "step" else few)
     is_last = stage == len(layers_of_stage) - 1
-    logits = loss_bytes(model, bytes_per_element=bytes_per_element) if is_last else 0
+    logits = loss_bytes(model, bytes_per_element=bytes_per_element, trains_head=False) if is_last else 0
     return -(-(STATE_BYTES - FP32_BYTES) * whole // num_ranks) + gathered + logits
 
 
@@ -266,8 +266,8 @@ def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
-    """Tokens of a chunk of the loss, each with logits and, in fp32 at least, probabilities of all words. The head's
-    gradient, made in the forward pass, lies beside them: a wide head leaves memory for fewer tokens.
+    """Return the tokens of a chunk of the loss, each with logits and, in fp32 at least, probabilities of all words. A
+    wide head, whose gradient lies beside them, has fewer.
 
     >>> loss_chunk_tokens(2048, bytes_per_element=2), loss_chunk_tokens(4096, bytes_per_element=2)
     (2048, 1365)
@@ -276,11 +276,15 @@ def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
     return min(max(left // _logit_bytes(bytes_per_element), _LEAST_CHUNK_TOKENS), LOSS_CHUNK_TOKENS)
 
 
-def loss_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
-    """Bytes of the loss: a chunk's logits and the head's gradient."""
-    tokens = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element)
-    per_word = tokens * _logit_bytes(bytes_per_element) + bytes_per_element * model.hidden_size
-    return model.head_size * max(per_word, _LOSS_BYTES_PER_WORD)
+def loss_bytes(model: ModelProfile, *, bytes_per_element: int, trains_head: bool = True) -> int:
+    """Return the bytes of the loss: a chunk's logits and the head's gradient, which is summed in fp32 at least. When it
+    is cast, both dtypes exist, and the logits do not."""
+    logits = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element) * _logit_bytes(bytes_per_element)
+    if not trains_head:
+        return model.head_size * logits
+    sums = max(bytes_per_element, FP32_BYTES) * model.hidden_size
+    cast = bytes_per_element * model.hidden_size if bytes_per_element < FP32_BYTES else 0
+    return model.head_size * max(logits + sums, sums + cast, _LOSS_BYTES_PER_WORD)
 
 
 def _logit_bytes(bytes_per_element: int) -> int:

@@ -89,7 +89,7 @@ class PipelineCost:
         """
         check_layers(model, layers_of_stage)
         _, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
-        head_flops = 2.0 * model.head_parameters * (1 + model.linear_backward)
+        head_flops = model.head_flops_per_token * (1 + model.linear_backward)
         memory = hardware.memory_bytes if memory_bytes is None else memory_bytes
         hop = hop_bandwidth(hardware, num_ranks=num_ranks, num_stages=len(layers_of_stage))
         sizes: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}

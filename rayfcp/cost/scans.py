@@ -39,7 +39,7 @@ class UnlikeLayers:
     def fields_of(model: ModelProfile, hardware: HardwareProfile, *, bytes_per_element: int) -> dict[str, float]:
         """Both, by name."""
         sizes = [(model.parameters_of([each]), each.attention is None) for each in model.every_layer]
-        head_flops = 2.0 * model.head_parameters * (1 + model.linear_backward)
+        head_flops = model.head_flops_per_token * (1 + model.linear_backward)
         return {
             "apart": sum(size for size, is_apart in sizes if is_apart) / sum(size for size, _ in sizes),
             "head_s_per_token": head_flops / flops_per_s(hardware, bytes_per_element=bytes_per_element)[1],

@@ -101,6 +101,11 @@ class LengthIndex:
     def __len__(self) -> int:
         return int(self.shards.size)
 
+    @property
+    def head_fraction(self) -> float:
+        """Fraction of the tokens that the output head runs on (`SequenceSpec.num_head_tokens`)."""
+        return float(np.minimum(self.num_targets + 1, self.lengths).sum() / self.lengths.sum())
+
     def __str__(self) -> str:
         """One sentence for the log: what is kept, and what is not with its remedy."""
         kept = f"{len(self)} sequences of {self.num_tokens} tokens"

@@ -31,11 +31,15 @@ MESSAGE_BYTES = tuple(1 << power for power in range(12, 25, 2))
 
 
 class _Zeros:
-    """Tokens 0 with target 0: passes take as long for any tokens."""
+    """Tokens 0 of which `fraction`, evenly spread, have target 0: passes take as long for any tokens."""
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
 
     def read(self, _sequence: int, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
         """See `TokenSource`; the last token of a piece has no target."""
-        targets = np.zeros(stop - start, np.int64)
+        counted = np.diff(np.floor(self._fraction * np.arange(start, stop + 1))) > 0
+        targets = np.where(counted, 0, IGNORED)
         targets[-1] = IGNORED
         return np.zeros(stop - start, np.int64), targets
 
@@ -67,7 +71,7 @@ def time_passes(
         program = _pass_program(engine, shape)
         images = _Blanks(engine, side=math.isqrt(shape.num_patches)) if shape.images else None
         start_s = clock()
-        engine.rehearse(program, _Zeros(), images=images)
+        engine.rehearse(program, _Zeros(shape.head_fraction), images=images)
         timings.append(
             Timing(
                 degree=shape.degree,

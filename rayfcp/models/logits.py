@@ -26,24 +26,20 @@ class LogitCurve:
     scale: float = 1.0
     cap: float = 0.0
 
-    @property
-    def is_plain(self) -> bool:
-        return self == LogitCurve()
-
     def __call__(self, logits: Tensor) -> Tensor:
         """For autograd."""
         scaled = logits * self.scale if self.scale != 1.0 else logits
         return torch.tanh(scaled.to(wide(logits)) / self.cap) * self.cap if self.cap else scaled
 
-    def bend(self, logits: Tensor) -> Tensor | float:
-        """Bend logits in place; their derivative by those before, for each of them if it is not the same for all."""
+    def bend(self, logits: Tensor) -> Tensor | None:
+        """Bend logits in place. Return the derivative by the scaled logits, without `scale`; None if it is 1."""
         if self.scale != 1.0:
             logits *= self.scale
         if not self.cap:
-            return self.scale
+            return None
         shares = torch.div(logits.to(wide(logits)), self.cap).tanh_()
         torch.mul(shares, self.cap, out=logits)
-        return shares.square_().neg_().add_(1.0).mul_(self.scale).to(logits.dtype)
+        return shares.square_().neg_().add_(1.0).to(logits.dtype)
 
 
 def curve_of(config: PreTrainedConfig) -> LogitCurve:

@@ -120,8 +120,8 @@ class Machine:
 
     @cached_property
     def head_s_per_token(self) -> float:
-        """Seconds of the output head, once a pass."""
-        return 2.0 * self.model.head_parameters / (self.peak_flops * self.hardware.linear_efficiency)
+        """Seconds of the output head, once a pass, divided by all tokens."""
+        return self.model.head_flops_per_token / (self.peak_flops * self.hardware.linear_efficiency)
 
     def before_share(self, shape: LayerProfile) -> float:
         """Share of a layer's linear work that comes before tokens mix: queries, keys and values."""
@@ -225,8 +225,8 @@ class StageModel:
     @property
     def linear_flops_per_token(self) -> float:
         """Forward, outside attention."""
-        head = self.model.head_parameters if self.last else 0
-        return float(self.model.linear_flops_of(self.layers) + 2 * head)
+        head = self.model.head_flops_per_token if self.last else 0.0
+        return float(self.model.linear_flops_of(self.layers)) + head
 
     def attention_flops(self, pairs: Floats) -> Floats:
         """Forward, of each device, where a layer of shape k computes `pairs[k, device]`."""

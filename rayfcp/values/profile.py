@@ -95,7 +95,8 @@ class ModelProfile:
     keep the output and the logsumexp of attention, so that its forward pass is not repeated. `compiled`: layers are
     compiled around their attention (`train.compile`), and save less for the backward pass.
 
-    `num_outputs`: of the head; the vocabulary if None.
+    `num_outputs`: of the head; the vocabulary if None. `head_fraction`: fraction of the run's tokens that the head runs
+    on, those with targets.
     """
 
     name: str
@@ -118,6 +119,7 @@ class ModelProfile:
     compiled: bool = False
     adapter: AdapterProfile | None = None
     num_outputs: int | None = None
+    head_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         if self.layers:
@@ -254,6 +256,11 @@ class ModelProfile:
         return self.vocab_size if self.num_outputs is None else self.num_outputs
 
     @property
+    def head_flops_per_token(self) -> float:
+        """Forward FLOPs of the output head divided by all tokens; it runs on `head_fraction` of them."""
+        return 2.0 * self.head_parameters * self.head_fraction
+
+    @property
     def num_parameters(self) -> int:
         """Parameters in matrices; norms are left out (under 0.1 %)."""
         outer = self.embedding_parameters + (0 if self.tied_embeddings else self.head_parameters)
@@ -284,7 +291,7 @@ class ModelProfile:
     @property
     def linear_flops_per_token(self) -> float:
         """Forward FLOPs per token outside attention: 2 per matmul parameter, output head included, and recurrences."""
-        return float(self.linear_flops_of(self.every_layer) + 2 * self.head_parameters)
+        return float(self.linear_flops_of(self.every_layer)) + self.head_flops_per_token
 
     @property
     def attention_flops_per_pair(self) -> float:

@@ -80,6 +80,12 @@ class SequenceSpec:
             end = run.stop
 
     @property
+    def num_head_tokens(self) -> int:
+        """Tokens that the output head is counted for: those with targets, and the last one, which never has one, so
+        that plain language modelling has all tokens."""
+        return min(self.num_targets + 1, self.num_tokens)
+
+    @property
     def attention_pairs(self) -> float:
         """Visible (query, key) pairs, in the mean over layers: `L(L+1)/2`, fewer where a window is shorter than L.
         A whole number unless kinds of layers differ."""

@@ -33,6 +33,7 @@ def figures(kind: type[ModelProfile] | type[HardwareProfile] | type[VisionProfil
         "compiled",
         "adapter",
         "num_outputs",
+        "head_fraction",
     }
 
 

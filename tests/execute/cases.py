@@ -19,7 +19,7 @@ from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceS
 from tests.execute.layouts import over_runs
 
 # Small enough that ranks of the cases below take their loss in several chunks.
-causal_lm.LOSS_CHUNK_TOKENS = 24
+causal_lm.loss_chunk_tokens = lambda _hidden_size, *, bytes_per_element: 24
 
 VOCAB = 97
 SEED = 5

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.execute.attention.latents import Latents
 from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Fabric, LoneTransport
@@ -175,3 +176,19 @@ def test_a_frozen_up_projection_has_no_gradient() -> None:
         attention(q, k, v, program, up_projection=inputs.up.float(), **options)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="want as many heads in key and value"):
         attention(q, k, v, program, **options)
+
+
+def test_the_up_projection_s_gradient_is_rounded_once() -> None:
+    """Over many calls in bf16, each of which adds its product in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    up = torch.randn(HEADS, NOPE + VALUE, LATENT, generator=generator).bfloat16().requires_grad_()
+    latents, exact = Latents(up, nope_dim=NOPE), torch.zeros(HEADS * (NOPE + VALUE), LATENT, dtype=torch.float64)
+    for _ in range(64):
+        shapes = ((32, 1, LATENT), (32, 1, ROPE), (32, HEADS, NOPE + ROPE), (32, HEADS, VALUE))
+        latent, rope, dk, dv = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+        latents.collapse(latent, rope, dk=dk, dv=dv)
+        exact += torch.cat([dk[..., :NOPE], dv], dim=2).flatten(1).double().t() @ latent.squeeze(1).double()
+    found = latents.gradient
+    assert found is not None and found.dtype is torch.bfloat16
+    error, once = (float((each.double().view_as(exact) - exact).norm()) for each in (found, exact.bfloat16()))
+    assert error < 1.01 * once

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rayfcp.models import causal_lm
 from rayfcp.models.attention_hook import KEYWORD
 from rayfcp.models.build import random_model
-from rayfcp.models.causal_lm import LOSS_CHUNK_TOKENS, CausalLM
+from rayfcp.models.causal_lm import CausalLM
 from tests.models.helpers import FAMILIES, NUM_LAYERS, context_of, library_config, loss_sum, rows_of, shifted
 
 LENGTHS = (23, 1, 38)
@@ -70,10 +71,11 @@ def test_attention_under_autocast_is_in_its_dtype() -> None:
     torch.testing.assert_close(found.float(), want, rtol=1e-2, atol=0.0)
 
 
-def test_losses_in_chunks_are_the_loss() -> None:
+def test_losses_in_chunks_are_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than have logits at a time."""
     model = random_model(library_config("qwen3"), dtype="float64", seed=1)
-    lengths = (LOSS_CHUNK_TOKENS - 5, 60)
+    monkeypatch.setattr(causal_lm, "loss_chunk_tokens", lambda _hidden_size, *, bytes_per_element: 24)
+    lengths = (19, 60)
     rows = rows_of(lengths)
     found = loss_sum(model, rows, context=context_of(lengths))
     found.backward()

@@ -143,7 +143,11 @@ def _profile_shapes(
     exchanges = exchange_degrees(guess, num_ranks=num_ranks, primitives=config.plan.primitives)
     text = many_shapes(num_ranks, max_tokens=max_tokens) + exchange_shapes(exchanges, max_tokens=max_tokens)
     images = many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
-    return [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in (*text, *images)], len(text)
+    return [_with_model(each, model) for each in (*text, *images)], len(text)
+
+
+def _with_model(shape: PassShape, model: ModelProfile) -> PassShape:
+    return dataclasses.replace(shape, layer_kinds=model.layer_kinds, head_fraction=model.head_fraction)
 
 
 def _too_fast(hardware: HardwareProfile, facts: DeviceFacts) -> str | None:
@@ -267,7 +271,7 @@ def start_cost(
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     shapes += image_shapes(model.vision, max_tokens=tokens) if model.vision else []
-    shapes = [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in shapes]
+    shapes = [_with_model(each, model) for each in shapes]
     return measure_cost(guess, time_shapes(passes_of(worker_group), shapes, rounds=START_ROUNDS))
 
 

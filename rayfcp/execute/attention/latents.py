@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.attention.schedule import accumulator_dtype
+from rayfcp.execute.devices.backend import backend_of
 
 
 class Latents:
@@ -33,15 +34,11 @@ class Latents:
         """Gradients of the latents and rotated keys whose keys and values have the gradients `dk` and `dv`."""
         both = torch.cat([dk[..., : self._nope_dim], dv], dim=2).flatten(1)
         if self._up.requires_grad:
-            self._add(torch.mm(both.t(), latent.squeeze(1)))
+            if self._gradient is None:
+                self._gradient = torch.zeros_like(self._matrix, dtype=accumulator_dtype(both.dtype))
+            backend_of(both.device).add_product(self._gradient, left=both.t(), right=latent.squeeze(1))
         d_rope = dk[..., self._nope_dim :].sum(1, keepdim=True, dtype=accumulator_dtype(rope.dtype))
         return torch.mm(both, self._matrix).unsqueeze(1), d_rope
-
-    def _add(self, term: Tensor) -> None:
-        if self._gradient is None:
-            self._gradient = term.to(accumulator_dtype(term.dtype))
-        else:
-            self._gradient += term
 
     @property
     def gradient(self) -> Tensor | None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Mark = Any
 """A point in time of one clock."""
 
+SLICE_ROWS = 4096
+"""Rows of a large matrix that are copied at a time: enough for one kernel launch, little memory."""
+
 
 class Clock:
     """Marks points between computations; marks are read once everything is done. This one is for devices whose calls
@@ -82,6 +85,9 @@ class DeviceBackend:
     fuses_adamw = True
     """torch has its fused kernel of AdamW."""
 
+    sums_embeddings = False
+    """torch's gradient of an embedding sums a word's tokens in fp32 at least."""
+
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
 
@@ -108,6 +114,12 @@ class DeviceBackend:
     def loss_kernel(self) -> "LossKernel | None":
         """Cross entropy with its gradient, chosen once; None if torch's operators compute it."""
         return None
+
+    def add_product(self, total: Tensor, *, left: Tensor, right: Tensor) -> None:
+        """Add `left @ right` to `total`, in its dtype of fp32 at least. `left` may be narrower, and `right` narrower or
+        already wide. Here products of narrow matrices are rounded once before they are added."""
+        for rows, own in zip(total.split(SLICE_ROWS), left.split(SLICE_ROWS), strict=True):
+            rows.add_(torch.mm(own, right.to(own)))
 
     @property
     def streams(self) -> Any | None:

@@ -73,6 +73,10 @@ class CpuBackend(DeviceBackend):
     def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:  # noqa: ARG002  an option of GPUs
         yield EqualWidths(CpuKernel())
 
+    def add_product(self, total: Tensor, *, left: Tensor, right: Tensor) -> None:
+        """See `DeviceBackend`. Torch has no product of bf16 with a result in fp32 on CPUs."""
+        total.addmm_(left.to(total), right.to(total))
+
     @property
     def streams(self) -> None:
         return None

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayfcp.execute.devices.backend import DeviceBackend
+from rayfcp.execute.devices.backend import SLICE_ROWS, DeviceBackend
 from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.kernels import (
     AttentionKernel,
@@ -136,12 +136,25 @@ def _in_triton(name: str) -> Any | None:
     return module if module.agrees("cuda") else None
 
 
+@functools.cache
+def _adds_to_fp32() -> bool:
+    """True if a product of bf16 can be added to fp32, which torch allows from 2.10 on (pytorch/pytorch#167931)."""
+    total, factor = torch.zeros(16, 16, device="cuda"), torch.eye(16, dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
 class CudaBackend(DeviceBackend):
     """See `DeviceBackend`."""
+
+    sums_embeddings = True
 
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)
@@ -177,6 +190,17 @@ class CudaBackend(DeviceBackend):
     def loss_kernel(self) -> LossKernel | None:
         module = _in_triton("loss")
         return module and module.fused_loss
+
+    def add_product(self, total: Tensor, *, left: Tensor, right: Tensor) -> None:
+        """See `DeviceBackend`. Products of bf16 are added in fp32 without rounding."""
+        right, wide = right.to(left), total.dtype
+        if left.dtype is wide:
+            total.addmm_(left, right)
+        elif _adds_to_fp32():
+            torch.addmm(total, left, right, out_dtype=wide, out=total)
+        else:
+            for rows, own in zip(total.split(SLICE_ROWS), left.split(SLICE_ROWS), strict=True):
+                rows.add_(torch.mm(own, right, out_dtype=wide))
 
     def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
         """See `DeviceBackend`. Registered rather than allocated by torch, which rounds up to a power of two."""

@@ -17,7 +17,7 @@ from rayfcp.execute.devices.backend import backend_of
 from rayfcp.values.report import PairStats
 
 _COPIES = 5
-"""Of the logits in fp32, that autograd has at a time of any loss: four, and the gradient in the logits' dtype."""
+"""Peak fp32 copies of the logits held by autograd for any loss (4), plus one gradient in the logits' dtype."""
 
 ABSENT = -1e20
 """A logit without probability, and finite at any temperature."""
@@ -34,10 +34,11 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the head compares its tokens with, all `[tokens]`.
+    """What the head compares its rows with, all `[rows]`.
 
     `words`: the ids that follow, -100 where that does not count. `terms`: memory that the head fills with the loss's
-    terms, 0 where they do not count. `weights`: of the terms in what is differentiated; 1 if None.
+    terms, 0 where they do not count. `weights`: of the terms in what is differentiated; 1 if None. `rows`: the tokens
+    that the head runs on, by number; None if these are all tokens.
     """
 
     loss: "Loss"
@@ -45,21 +46,28 @@ class Targets:
     terms: Tensor
     weights: Tensor | None = None
     teacher: Teacher | None = None
+    rows: Tensor | None = None
 
     @classmethod
     def of(
-        cls, words: Tensor, *, loss: "Loss", weights: Tensor | None = None, teacher: Teacher | None = None
+        cls,
+        words: Tensor,
+        *,
+        loss: "Loss",
+        weights: Tensor | None = None,
+        teacher: Teacher | None = None,
+        rows: Tensor | None = None,
     ) -> "Targets":
         """Targets, and memory for their terms."""
         terms = torch.empty(len(words), dtype=backend_of(words.device).sum_dtype, device=words.device)
-        return cls(loss=loss, words=words, terms=terms, weights=weights, teacher=teacher)
+        return cls(loss=loss, words=words, terms=terms, weights=weights, teacher=teacher, rows=rows)
 
     def __len__(self) -> int:
         return len(self.words)
 
-    def split(self, num_tokens: int) -> list["Targets"]:
-        """Views of so many tokens each."""
-        return [self._part(start, start + num_tokens) for start in range(0, len(self), num_tokens)]
+    def split(self, num_rows: int) -> list["Targets"]:
+        """Views of `num_rows` rows each; the last one may have fewer."""
+        return [self._part(start, start + num_rows) for start in range(0, len(self), num_rows)]
 
     def _part(self, start: int, stop: int) -> "Targets":
         teacher = self.teacher
@@ -69,7 +77,14 @@ class Targets:
             terms=self.terms[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
             teacher=teacher and Teacher(words=teacher.words[start:stop], logits=teacher.logits[start:stop]),
+            rows=None if self.rows is None else self.rows[start:stop],
         )
+
+    def by_token(self, num_tokens: int) -> Tensor:
+        """Terms `[num_tokens]`, 0 for tokens that the head did not run on."""
+        if self.rows is None:
+            return self.terms
+        return self.terms.new_zeros(num_tokens).index_copy_(0, self.rows, self.terms)
 
     def weighted(self, terms: Tensor) -> Tensor:
         """Sum of terms as it is differentiated."""
@@ -91,14 +106,14 @@ class Loss(Protocol):
         ...
 
     def into_gradient(self, logits: Tensor, targets: Targets) -> Tensor:
-        """The same terms; `logits` are overwritten with the gradient of their weighted sum. Few tokens at a time, so
-        that the copies of their logits are as large as one of all."""
+        """Return the same terms, and overwrite `logits` with the gradient of their sum, without the weights. Few rows
+        at a time, so that the copies of their logits are as large as one of all."""
         few, found = -(-len(targets) // _COPIES), []
         for part, wanted in zip(logits.split(few), targets.split(few), strict=True):
             with torch.enable_grad():
                 own = part.detach().requires_grad_()
                 terms = self.terms(own, wanted)
-                (gradient,) = torch.autograd.grad(wanted.weighted(terms), own)
+                (gradient,) = torch.autograd.grad(terms.sum(), own)
             part.copy_(gradient)
             found.append(terms.detach())
         return torch.cat(found)
