@@ -205,7 +205,7 @@ def test_the_library_opens_the_export_and_generates(name: str, tmp_path: Path) -
     assert not any(report[key] for key in ("missing_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(out)
     talk = [{"role": "user", "content": "user"}]
-    inputs = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs: Any = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     if what.loss == "reward":
         assert opened(inputs["input_ids"]).logits.shape == (1, 1)
         return
