@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.checkpoints.folder import chosen_checkpoint
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, chosen_checkpoint, first_init
 from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.dataset import described_model
@@ -225,7 +225,7 @@ class FlexTrainer:
     ) -> None:
         config = config if isinstance(config, Config) else parse_config(config)
         config = _with_scaling(config, scaling_config) if scaling_config else config
-        self.config = _with_run(config, run_config) if run_config else config
+        self.config = with_first_init(_with_run(config, run_config) if run_config else config)
         self._worker, self._store = worker, store
         if self.config.cluster.address is None:
             _check_machine(self.config)
@@ -322,6 +322,18 @@ def check_runnable(config: Config) -> None:
         check_weights(config.model.path, library)
     configured_bound(config, model)
     check_reference(config, vocab_size=model.vocab_size)
+
+
+def with_first_init(config: Config) -> Config:
+    """Return `config` with `model.init` of the run that it resumes, where the user left it to the default: runs of
+    earlier releases began with random weights then."""
+    resume = config.checkpoint.resume
+    if "init" in config.model.model_fields_set or config.model.path is None or resume == "never":
+        return config
+    own = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
+    checkpoint = own.latest() if resume == "auto" else Path(resume)
+    then = None if checkpoint is None else first_init(checkpoint)
+    return config if then in (None, config.model.init) else config.changed(model={"init": then})
 
 
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:

@@ -177,6 +177,11 @@ def template_text(data: DataConfig) -> str | None:
         ) from error
 
 
+def without_marks(template: str) -> str:
+    """The template without its generation marks."""
+    return _MARKS.sub("", template)
+
+
 def chat_fingerprint(data: DataConfig) -> list[Any]:
     """Everything beside the tokenizer that the tokens and labels of conversations depend on."""
     template = template_text(data) or getattr(tokenizer_of(data).library, "chat_template", None)

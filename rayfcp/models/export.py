@@ -24,6 +24,7 @@ from rayfcp.models.export_files import (
     Log,
     copy_files,
     end_tokens,
+    log_ends,
     set_ends,
     tokenizer_of_rows,
     write_chat_template,
@@ -87,6 +88,8 @@ def export_checkpoint(
         _write_adapters(config, library, Path(checkpoint), target, part=part)
         if tokenizer is not None and tokenizer.library is not None:
             tokenizer.library.save_pretrained(target)
+        if config.model.path is not None and ends:
+            log_ends(config.model.path, ends=ends, log=log)
     else:
         _write_model(config, library, Path(checkpoint), target, described=described, part=part, ends=ends, log=log)
         copy_files(config, target, tokenizer=tokenizer, log=log)

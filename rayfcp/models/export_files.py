@@ -17,7 +17,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAM
 from rayfcp.config import Config
 from rayfcp.config.data import DataConfig
 from rayfcp.config.models import WEIGHT_SUFFIXES
-from rayfcp.data.chat import ChatEncoder, template_text
+from rayfcp.data.chat import ChatEncoder, template_text, without_marks
 from rayfcp.data.hub import locate
 from rayfcp.data.rows import IGNORED, BadRowError
 from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -126,7 +126,7 @@ def _encoders(data: DataConfig) -> list[DataConfig]:
 
 def write_chat_template(data: DataConfig, target: Path, *, tokenizer: Tokenizer, log: Log) -> None:
     """Write the chat template of the run's conversations where `tokenizer`, which is in `target`, has another or none:
-    the model answers to what it was trained with."""
+    the model answers to what it was trained with. One that differs in generation marks alone is the same."""
     library = tokenizer.library
     if library is None:
         return
@@ -137,7 +137,7 @@ def write_chat_template(data: DataConfig, target: Path, *, tokenizer: Tokenizer,
     if len(trained) > 1:
         kept = "that of the tokenizer" if default else "none"
         log(f"chat template: {kept}, since data.sources were trained with several")
-    elif trained and trained != {default}:
+    elif trained and {without_marks(str(each)) for each in trained} != {without_marks(default or "")}:
         (text,) = trained
         for name, each in (named | {"default": text}).items():
             file = target / (CHAT_TEMPLATE_FILE if name == "default" else f"{CHAT_TEMPLATE_DIR}/{name}.jinja")
@@ -179,6 +179,14 @@ def set_ends(config: PreTrainedConfig, ends: Sequence[int]) -> None:
     for each in told or [text]:
         with suppress(StrictDataclassFieldValidationError):  # a family of one end token; generation has its own file
             each.eos_token_id = with_ends(getattr(each, "eos_token_id", None), ends)
+
+
+def log_ends(path: str, *, ends: Sequence[int], log: Log) -> None:
+    """Log with which end tokens to generate, where the base at `path`, whose settings stay, lacks some of `ends`."""
+    base = ModelFiles(path, key="model.path").find(GENERATION_CONFIG_NAME)
+    before = None if base is None else json.loads(base.read_text(encoding="utf-8")).get("eos_token_id")
+    if (found := with_ends(before, ends)) != before:
+        log(f"the base ends with eos_token_id {before}, the rows with {list(ends)}: generate with eos_token_id={found}")
 
 
 def write_generation_config(library: Any, target: Path, *, path: str | None, ends: Sequence[int], log: Log) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,13 @@ from rayfcp.cluster.checkpoints.folder import (
     CheckpointFolder,
     Manifest,
     check_same_model,
+    check_same_weights,
     newest_intact,
     read_manifest,
     shares,
 )
-from rayfcp.config import ConfigError
+from rayfcp.cluster.trainer import with_first_init
+from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import FileSum, find_damage, sum_files
 
 
@@ -194,6 +197,26 @@ def test_the_first_difference_of_models_is_named() -> None:
         check_same_model(manifest, {"hidden_size": 8, "extra": True})
     with pytest.raises(ConfigError, match="model hidden_size is None, the checkpoint's is 8"):
         check_same_model(manifest, {})
+
+
+@pytest.mark.parametrize("frozen", [{}, {"lora": {"rank": 2}}, {"freeze_vision": True}])
+def test_a_run_of_an_earlier_release_resumes_with_its_weights(frozen: dict[str, Any], tmp_path: Path) -> None:
+    """Without a word about them they were random, whatever `model.path` holds."""
+    (tmp_path / "config.yaml").write_text("model: {path: base, init: random}\n")
+    given = {"run": {"dir": str(tmp_path)}, "data": {"paths": ["x"]}, "model": {"path": "base", **frozen}}
+    config = Config(**given)
+    assert with_first_init(config).model.init == "pretrained"  # nothing is there to resume
+    checkpoint = write(CheckpointFolder(tmp_path / "checkpoints", keep=1), 7)
+    assert with_first_init(config).model.init == "random"
+    check_same_weights(checkpoint, with_first_init(config).model)
+    assert with_first_init(config.changed(checkpoint={"resume": "never"})).model.init == "pretrained"
+    said = Config(**{**given, "model": {**given["model"], "init": "pretrained"}})
+    assert with_first_init(said) is said
+    if not frozen:
+        check_same_weights(checkpoint, said.model)
+        return
+    with pytest.raises(ConfigError, match=r"model.init is 'pretrained', .* began with 'random'; .* set model.init="):
+        check_same_weights(checkpoint, said.model)
 
 
 @settings(max_examples=60, deadline=None)

@@ -140,7 +140,7 @@ def exported(
     )
     library = configured_model(config, vocab_size=VOCAB)
     path = config.model.path if config.model.init == "pretrained" else None
-    held = random_model(library, dtype="bfloat16", seed=5, path=path)
+    held = random_model(library, dtype="bfloat16", seed=5, path=path, lora=config.model.lora)
     trained = {name.removeprefix("model."): each for name, each in held.named_parameters() if each.ndim == 1}
     for each in trained.values():
         each.data += 0.5
@@ -205,7 +205,7 @@ def test_the_library_opens_the_export_and_generates(name: str, tmp_path: Path) -
     assert not any(report[key] for key in ("missing_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(out)
     talk = [{"role": "user", "content": "user"}]
-    inputs = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs: Any = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     if what.loss == "reward":
         assert opened(inputs["input_ids"]).logits.shape == (1, 1)
         return
@@ -231,6 +231,26 @@ def test_an_export_speaks_and_ends_as_it_was_trained(own: Any, tmp_path: Path) -
     before = "the tokenizer had none" if own is None else "in place of the tokenizer's own"
     assert f"chat template: that of data.chat_template; {before}" in lines
     assert isinstance(own, dict) <= (template == {"default": TEMPLATE, "tool_use": "{{ tools }}"})
+
+
+def test_an_adapter_says_how_its_base_stops(tmp_path: Path) -> None:
+    write_base(tmp_path / "base", BASES["dense, tied"])
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "template").write_text(OTHER)
+    given = {"chat_template": str(tmp_path / "template")}
+    out, lines, _ = exported(tmp_path, data=given, lora={"rank": 2})
+    assert "the base ends with eos_token_id 1, the rows with [3]: generate with eos_token_id=[1, 3]" in lines
+    assert AutoTokenizer.from_pretrained(out).chat_template["default"] == OTHER
+    assert (out / "adapter_model.safetensors").exists() and not (out / "config.json").exists()
+
+
+def test_marks_alone_are_no_other_template(tmp_path: Path) -> None:
+    write_base(tmp_path / "base", BASES["dense, tied"])
+    marked = TEMPLATE.replace("{{ each.content }}", "{%- generation -%}{{ each.content }}{% endgeneration %}")
+    (tmp_path / "marked").write_text(marked)
+    out, lines, _ = exported(tmp_path, data={"chat_template": str(tmp_path / "marked")})
+    assert (out / "chat_template.jinja").read_text() == TEMPLATE
+    assert not [line for line in lines if line.startswith("chat template")]
 
 
 def test_a_mixture_of_templates_keeps_the_tokenizers(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.config import ConfigError
+from rayfcp.config.loading import read_mapping
+from rayfcp.config.models import ModelConfig
 from rayfcp.execute.reports import FileSum
 
 MANIFEST = "manifest.json"
@@ -173,6 +175,29 @@ def check_same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
                 f"model {key} is {now!r}, the checkpoint's is {then!r}; a resumed run keeps its model "
                 "(use another run.name, or checkpoint.resume=never)"
             )
+
+
+def first_init(checkpoint: Path) -> str | None:
+    """Return `model.init` of the run that wrote a checkpoint, None if its directory does not say."""
+    file = checkpoint.parent.parent / "config.yaml"
+    if not file.exists():
+        return None
+    found = read_mapping(file, what="config", content="sections of keys")
+    return (found.get("model") or {}).get("init")
+
+
+def check_same_weights(checkpoint: Path, model: ModelConfig) -> None:
+    """Check that weights that are in no checkpoint, since they are not trained, come from where the run had them.
+
+    Raises:
+        ConfigError: They would be read where they were drawn, or the other way round.
+    """
+    is_frozen, then = model.lora.rank is not None or model.freeze_vision, first_init(checkpoint)
+    if is_frozen and then not in (None, model.init):
+        raise ConfigError(
+            f"model.init is {model.init!r}, the checkpoint's run began with {then!r}; a resumed run reads weights that "
+            f"are not trained from where it first had them: set model.init={then}"
+        )
 
 
 def _text(manifest: Manifest) -> str:

@@ -15,6 +15,7 @@ from rayfcp.cluster.checkpoints.folder import (
     CheckpointFolder,
     Manifest,
     check_same_model,
+    check_same_weights,
     newest_intact,
     shares,
     step_of,
@@ -122,6 +123,7 @@ class Resume:
             return
         self.source, manifest = found
         check_same_model(replace(manifest, model=comparable_model(manifest.model)), self.model)
+        check_same_weights(self.source, self._config.model)
         try:
             if self._trains:
                 self.sampler.check_state(manifest.data)
