@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
 from rayfcp.data import BadReason, cached_prepare, manifest, prepare, prepare_local, read_manifest, shards, sources
+from rayfcp.data.storage import UnreadableFileError
 from tests.data.makers import EOS, data_config, few_examples, stored_rows, write_rows
 
 ENDINGS = (".jsonl", ".parquet", ".arrow", ".stream.arrow")
@@ -60,7 +61,7 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     strict = data.model_copy(update={"max_bad_fraction": 0.49})
     words = (
         r"2 of 4 rows \(50.00%\) are bad \(empty 1, not_utf8 1\), data.max_bad_fraction allows 0.49; "
-        r"first: .*a.jsonl row 1"
+        r"first: .*a.jsonl row 2"
     )
     for out_dir in ("out", "other"):
         with pytest.raises(ConfigError, match=words):
@@ -185,7 +186,7 @@ def test_an_error_while_writing_leaves_no_shard(tmp_path: Path, monkeypatch: pyt
         discover = sources.discover(data)
         (tmp_path / "b.txt").unlink()
         patch.setattr(sys.modules[prepare.__module__], "discover", lambda _: discover)
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(UnreadableFileError, match=r"b\.txt cannot be read: .*No such file"):
             prepare_local(data, out_dir=str(tmp_path / "out"))
     assert list((tmp_path / "out").iterdir()) == []
 
