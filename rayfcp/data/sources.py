@@ -26,7 +26,7 @@ from rayfcp.data.kinds import (
 )
 from rayfcp.data.manifest import is_local, join, name_of, resolve
 from rayfcp.data.rows import printable
-from rayfcp.data.storage import retried
+from rayfcp.data.storage import is_of_storage, retried
 
 SPLIT_BYTES = 16 << 20
 """Small files together up to this: enough work to amortise a task."""
@@ -190,8 +190,11 @@ class _Search:
             while self._links:
                 linked, folder, below = self._links.popleft()
                 self._add_folder(linked, folder, below=below)
-        except OSError as error:
-            raise ConfigError(f"data.paths has {path!r}, which cannot be read: {error}; check access") from error
+        except Exception as error:
+            if not is_of_storage(error):
+                raise
+            why = printable(str(error))
+            raise ConfigError(f"data.paths has {path!r}, which cannot be read: {why}; check access") from error
 
     def _add_named(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any]) -> None:
         found = _target_of(entry)
@@ -215,7 +218,7 @@ class _Search:
         listed = retried(lambda: fs.ls(folder, detail=True), fs=fs, name=folder)
         entries = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listed}
         entries = {name: entry for name, entry in entries.items() if entry["name"].rstrip("/") != folder.rstrip("/")}
-        wanted = wanted_names(fs, folder, names=entries, choose_split=not self._data.include)
+        wanted = _wanted_names(fs, folder, names=entries, choose_split=not self._data.include)
         for name, listed_entry in sorted(entries.items()):
             if _matches(name, self._data.exclude):
                 continue
@@ -243,9 +246,10 @@ class _Search:
 
 
 def _entries(fs: fsspec.AbstractFileSystem, root: str) -> list[dict[str, Any]]:
-    if fs.exists(root):
+    try:
         return [fs.info(root)]
-    return list(fs.glob(root, detail=True).values()) if has_magic(root) else []
+    except (FileNotFoundError, NotADirectoryError):  # `exists` would be false after any error
+        return list(fs.glob(root, detail=True).values()) if has_magic(root) else []
 
 
 def _target_of(entry: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +287,7 @@ def _is_asked_for(name: str, below: str, include: Collection[str]) -> bool:
     return any(fnmatchcase(below + name if "/" in pattern else name, pattern) for pattern in include)
 
 
-def wanted_names(
+def _wanted_names(
     fs: fsspec.AbstractFileSystem, folder: str, *, names: Collection[str], choose_split: bool
 ) -> Collection[str] | None:
     """Names in a folder that `datasets.save_to_disk` wrote which hold data: the files of its table, or its split
@@ -294,7 +298,7 @@ def wanted_names(
     """
     kind = next((name for name in ("state.json", "dataset_dict.json") if name in names), None)
     try:
-        described = json.loads(fs.cat_file(join(folder, kind))) if kind else None
+        described = json.loads(retried(lambda: fs.cat_file(join(folder, kind)), fs=fs, name=folder)) if kind else None
     except ValueError:
         return None
     described = described if isinstance(described, dict) else {}
@@ -328,7 +332,7 @@ def _input_file(fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, declare
     kind = format_of(entry["name"], declared)
     if kind == "json" and codec_of(entry["name"]) is None and size > PIECE_BYTES:
         # Lines can be read in pieces, unlike other JSON.
-        with fs.open(entry["name"], "rb") as handle:
+        with retried(lambda: fs.open(entry["name"], "rb"), fs=fs, name=entry["name"]) as handle:
             kind = "jsonl" if is_json_line(handle.readline(MAX_FIRST_LINE)) else kind
     return InputFile(
         url=name_of(fs, entry["name"]),

@@ -76,8 +76,13 @@ def is_transient(error: Exception) -> bool:
     status = _http_status(error)
     if status is not None:
         return status in (408, 425, 429) or status >= 500
+    return is_of_storage(error) and not isinstance(error, _LASTING)
+
+
+def is_of_storage(error: Exception) -> bool:
+    """True for errors of the operating system and of clients of remote storage."""
     is_client = type(error).__module__.partition(".")[0] in _CLIENTS
-    return not isinstance(error, _LASTING) and (is_client or isinstance(error, OSError))
+    return is_client or isinstance(error, OSError) or _http_status(error) is not None
 
 
 def _http_status(error: Exception) -> int | None:
@@ -98,7 +103,7 @@ class RemoteFile(io.RawIOBase):
         self._fs, self._path, self._num_bytes = fs, path, num_bytes
         self._handle: Any = None
         self._position = 0
-        retried(self._opened, fs=fs, name=path)
+        self._retried(self._opened)
 
     def readable(self) -> bool:
         return True
@@ -114,7 +119,7 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data = retried(lambda: self._read(len(buffer)), fs=self._fs, name=self._path)
+        data = self._retried(lambda: self._read(len(buffer)))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -122,6 +127,14 @@ class RemoteFile(io.RawIOBase):
     def close(self) -> None:
         self._drop()
         super().close()
+
+    def _retried(self, call: Callable[[], _Result]) -> _Result:
+        try:
+            return retried(call, fs=self._fs, name=self._path)
+        except OSError:
+            raise
+        except Exception as error:  # of a client, which may be of any type
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _read(self, num_bytes: int) -> bytes:
         try:

@@ -17,7 +17,7 @@ from rayfcp.data.formats.tables import arrow_records, parquet_records
 from rayfcp.data.formats.webdataset import tar_records
 from rayfcp.data.rows import BadRow
 from rayfcp.data.sources import InputFile
-from rayfcp.data.storage import UnreadableFileError, is_transient
+from rayfcp.data.storage import UnreadableFileError
 
 __all__ = ["Record", "TableColumns", "read_records"]
 
@@ -59,7 +59,5 @@ def read_records(file: InputFile, columns: TableColumns) -> Iterator[Record | Ba
             yield from _READERS[file.format](handle, file, columns=columns)
     except ConfigError:
         raise
-    except Exception as error:
-        if isinstance(error, _BROKEN) or is_transient(error):
-            raise UnreadableFileError.of(file.url, error) from error
-        raise
+    except _BROKEN as error:
+        raise UnreadableFileError.of(file.url, error) from error
