@@ -103,6 +103,25 @@ def test_ray_data_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     assert done[-1][0] == done[-1][1]
 
 
+def test_a_broken_file_on_ray_is_one_line_or_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    bad_name = b"\xff.jsonl".decode(errors="surrogateescape")
+    for name in ("a.jsonl", bad_name):
+        write_rows(tmp_path / "in" / name, {"text": [name[0] if name[0] == "a" else "x"] * 3})
+    (tmp_path / "in" / "b.json").write_text('[{"text": "b"}, {"text"')
+    monkeypatch.setattr(sources, "SPLIT_BYTES", 10)
+    monkeypatch.setattr(sys.modules[prepare.__module__], "SMALL_BYTES", 0)
+    with pytest.raises(ConfigError, match=r"^[^\n]*b\.json cannot be read: [^\n]*$"):
+        prepare(data_config(tmp_path / "in"), out_dir=str(tmp_path / "ray"))
+    assert manifest.find_manifest(str(tmp_path / "ray")) is None
+    some = data_config(tmp_path / "in", max_unreadable_files=1)
+    here = prepare_local(some, out_dir=str(tmp_path / "here"))
+    on_ray = prepare(some, out_dir=str(tmp_path / "ray"))
+    assert (on_ray.shards, on_ray.account) == (here.shards, here.account)
+    assert (on_ray.num_rows, list(on_ray.account.unreadable_files)) == (7, [str(tmp_path / "in" / "b.json")])
+
+
 def test_cache_is_used_until_something_changes(tmp_path: Path) -> None:
     source, cache = tmp_path / "a.txt", str(tmp_path / "cache")
     source.write_text("abc")
