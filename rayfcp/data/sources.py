@@ -45,6 +45,7 @@ class InputFile:
     """Bytes `[start, stop)` of a file: all of it, or a piece of a large one.
 
     A piece has the lines (JSONL) or row groups (Parquet) that begin in it. `stamp` changes when the file does.
+    `is_guessed`: the format follows from the name.
     """
 
     url: str
@@ -53,6 +54,7 @@ class InputFile:
     stamp: str
     start: int
     stop: int
+    is_guessed: bool = False
 
     @property
     def is_piece(self) -> bool:
@@ -341,4 +343,5 @@ def _input_file(fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, declare
         stamp=str(next((stamp for stamp in stamps if stamp is not None), "")),
         start=0,
         stop=size,
+        is_guessed=declared == "auto",
     )

@@ -113,6 +113,15 @@ def test_behind_compression(tmp_path: Path, name: str, ending: str) -> None:
             values_of(path)
 
 
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_the_declared_format_is_not_doubted(tmp_path: Path, form: str) -> None:
+    (tmp_path / "part-00000").write_bytes(as_lines(ROWS))
+    columns = RowColumns(text="text")
+    (file,) = discover(data_config(tmp_path / "part-00000", format=form)).files
+    records = list(read_records(file, TableColumns(text="text", choose=columns.choose)))
+    assert len(records) == (1 if form == "text" else len(ROWS))
+
+
 def test_a_single_object_is_one_row(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
     for name, value in {"a.json": ROWS[0], "b.json": chat}.items():
@@ -123,7 +132,6 @@ def test_a_single_object_is_one_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "want"),
     [
-        ("", []),
         ("[]", []),
         ('[{"text": "a"}, 3, [1], null]', [{"text": "a"}, "wrong_type@1", "wrong_type@2", "wrong_type@3"]),
         ("null", ["wrong_type@0"]),
@@ -143,6 +151,9 @@ def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]
         ("a.json", b'[{"text": "a"}] {"text": "b"}', "more follows"),
         ("a.json", b"[" * 100_000, "recursion"),
         ("a.json", b'{"train": [{"a": 1}], "test": [{"a": 1}]}', "holds 2 lists of rows .train, test., must hold one"),
+        ("a.json", b" \n", "is empty"),
+        ("part-00000", as_lines(ROWS), "begins with a line of JSON; set data.format to jsonl, or to text"),
+        ("a.txt", as_lines(ROWS[:1]), "begins with a line of JSON"),
         ("a.csv", b'text\n"a\n', "unexpected end of data"),
         ("a.csv", b"", "is empty"),
         ("a.csv", b"instruction;output\na;b\n", r"columns: instruction;output.; set data\.text_column"),
@@ -155,12 +166,15 @@ def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]
         ("a.jsonl", gzip.compress(b"x"), "holds gzip bytes"),
         ("a.csv", CONTENTS["a.parquet"], "holds Parquet bytes"),
         ("a.txt", zstd(b"x"), "holds zstd bytes"),
+        ("a.jsonl", b"PK\3\4\x14\0", "holds zip bytes"),
+        ("a.json", b"\xfd7zXZ\0\0", "holds xz bytes"),
+        ("a.csv", as_arrow(ROWS, pa.ipc.new_file), "holds Arrow bytes"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{name} .*{problem}"):
-        values_of(tmp_path)
+        values_of(tmp_path / name)
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"

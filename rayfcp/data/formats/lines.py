@@ -24,9 +24,17 @@ _NO_NAMES: tuple[str, ...] = ()
 _BOM = b"\xef\xbb\xbf"
 
 
-def text_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:  # noqa: ARG001
-    """Yield the whole file as one row."""
-    yield Record(row=0, values={columns.text: handle.read()})
+def text_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
+    """Yield the whole file as one row.
+
+    Raises:
+        UnreadableFileError: It begins with a row of JSON, and nobody said that it is text.
+    """
+    content = handle.read()
+    if file.is_guessed and is_json_line(content[:MAX_FIRST_LINE].partition(b"\n")[0] + b"\n"):
+        remedy = "set data.format to jsonl, or to text"
+        raise UnreadableFileError.of(file.url, "would be one text but begins with a line of JSON", remedy=remedy)
+    yield Record(row=0, values={columns.text: content})
 
 
 def jsonl_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:  # noqa: ARG001
@@ -90,6 +98,8 @@ def json_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCo
     values, unread = decoded.values(), _NO_NAMES
     if not decoded.is_array:
         opening = list(islice(values, 2))
+        if not opening:
+            raise UnreadableFileError.of(file.url, "is empty, must hold JSON")
         if len(opening) == 1:
             values, unread = _rows_within(opening[0], file=file, columns=columns)
         else:

@@ -19,8 +19,8 @@ _HEAD_BYTES = 256
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body|\?xml|error)\b", re.IGNORECASE)
 _CODED = re.compile(
-    rb"(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<zip>PK\3\4)"
-    rb"|(?P<Parquet>PAR1\x15)|(?P<Arrow>ARROW1\0\0)|(?P<PDF>%PDF-)"
+    rb"(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<zip>PK\x03\x04)"
+    rb"|(?P<Parquet>PAR1\x15)|(?P<Arrow>ARROW1\x00\x00)|(?P<PDF>%PDF-)"
 )
 _LINES = ("text", "jsonl", "json", "csv", "tsv")
 
