@@ -13,11 +13,13 @@ class ReadAccount:
     Attributes:
         ignored_columns: Rows by the name of a column, or key of a message, that was not used.
         removed_tokens: Tokens by the reason for which they are in no sample, e.g. padding.
+        unreadable_files: Tasks by the URL of a file that could not be read to its end.
         without_end: Trained turns by the chat template that does not end them in an end token.
     """
 
     ignored_columns: dict[str, int] = field(default_factory=dict)
     removed_tokens: dict[str, int] = field(default_factory=dict)
+    unreadable_files: dict[str, int] = field(default_factory=dict)
     without_end: dict[str, int] = field(default_factory=dict)
 
     def count(self, name: str, key: str, *, by: int = 1) -> None:

@@ -15,26 +15,33 @@ from pathlib import Path
 from typing import IO
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem, make_path_posix
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import RowKind
 from rayfcp.data.account import ReadAccount
-from rayfcp.data.rows import BadRow
+from rayfcp.data.rows import BadRow, printable
 
 
 def resolve(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of `url` and the path in it, absolute where the file system is local.
+    """The file system of `url` and the path in it, absolute where the file system is local. In both, `::` is part of a
+    name, unless a URL stands on either side of it (fsspec's chains).
 
     Raises:
         ConfigError: No file system is known, or installed, for the URL's protocol.
     """
+    local = next((url[len(start) :] for start in ("file://", "local://") if url.startswith(start)), url)
+    if "://" not in local or local is not url:
+        return LocalFileSystem(), make_path_posix(local.rstrip("/") or "/")
+    head, chained, last = url.partition("::")
+    is_name = bool(chained) and "://" in head and "://" not in last
+    folder = head[: head.rindex("/") + 1] if is_name else url
     try:
-        fs, path = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
+        fs, path = fsspec.core.url_to_fs(folder)
+    except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"{url!r} cannot be opened: {error}; install the fsspec backend of its protocol") from error
-    return fs, path
+    return fs, f"{path.rstrip('/')}/{url[len(folder) :]}" if is_name else path
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
@@ -174,7 +181,7 @@ class PreparedManifest:
         return tuple(shard.content for shard in self.shards)
 
     def __str__(self) -> str:
-        text = f"{self.folder}: {self.num_rows} rows, {self.num_tokens} tokens in {len(self.shards)} shards"
+        text = f"{printable(self.folder)}: {self.num_rows} rows, {self.num_tokens} tokens in {len(self.shards)} shards"
         if self.bad_rows:
             text += f"; {self.num_bad_rows} rows skipped ({counted(self.bad_rows)}), e.g. {self.named_bad_rows[0]}"
         return text

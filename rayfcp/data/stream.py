@@ -31,10 +31,11 @@ from rayfcp.data.manifest import (
     resolve,
     whole_file,
 )
-from rayfcp.data.prepare import SplitResult, fingerprint_of, prepare_split
+from rayfcp.data.prepare import SplitResult, fingerprint_of, prepare_split, to_json
 from rayfcp.data.rows import BadReason, BadRow
 from rayfcp.data.sampler import Sampler, permute
 from rayfcp.data.sources import InputSplit, discover, make_splits, would_be_read
+from rayfcp.data.storage import check_unreadable
 from rayfcp.data.tokenizer import tokenizer_of
 from rayfcp.values import GlobalBatch, Sample
 
@@ -69,13 +70,13 @@ class Stream:
             result = work(self.splits[split])
             fs, path = resolve(self._result_url(split))
             with whole_file(fs, path) as file:
-                file.write(_RESULT.dump_json(result))
+                file.write(to_json(_RESULT, result))
 
     def manifest(self, split: int) -> PreparedManifest | None:
         """The split as prepared data of its own; None if it is not there as a whole."""
         fs, path = resolve(self._result_url(split))
         try:
-            result = _RESULT.validate_json(fs.cat_file(path))
+            result = _RESULT.validate_python(json.loads(fs.cat_file(path)))
             sizes = {
                 name: fs.size(join(resolve(self.folder)[1], name)) for each in result.shards for name in each.files
             }
@@ -121,8 +122,10 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
     Raises:
         ConfigError: There is nothing to read.
     """
-    files = discover(data)
-    fingerprint = fingerprint_of(data, files=files)
+    found = discover(data)
+    if line := found.ignored_line():
+        logger.warning("%s", line)
+    fingerprint = fingerprint_of(data, files=found.files)
     folder = name_of(*resolve(join(cache_dir, f"stream-{fingerprint}")))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
@@ -133,7 +136,7 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_vocab_size=tokenizer.vocab_size,
-        splits=make_splits(files),
+        splits=make_splits(found.files),
     )
     fs, path = resolve(join(folder, STREAM_NAME))
     with whole_file(fs, path) as file:
@@ -208,6 +211,7 @@ class StreamSampler(Sampler):
         self._bad: dict[int, tuple[Counter[str], int]] = {}
         """Of each split that was read: bad rows by reason, and the number of good ones."""
         self._named: tuple[BadRow, ...] = ()
+        self._unreadable: set[str] = set()
 
     @property
     def index(self) -> StreamIndex:
@@ -263,6 +267,7 @@ class StreamSampler(Sampler):
             named=self._named,
             max_bad_fraction=self._data.max_bad_fraction,
         )
+        check_unreadable(self._unreadable, max_unreadable_files=self._data.max_unreadable_files)
         self._opened[window] = indices
         if len(self._opened) > _KEPT_WINDOWS:
             self._opened.popitem(last=False)
@@ -283,6 +288,7 @@ class StreamSampler(Sampler):
             manifest = self._stream.manifest(split)
             assert manifest is not None
         logger.info("part %d: %s", split, manifest)
+        self._unreadable.update(manifest.account.unreadable_files)
         index = self._checked(split, manifest) if manifest.shards else None
         if index is None:
             self._bad[split] = Counter(manifest.bad_rows), 0
