@@ -281,8 +281,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from rayfcp.telemetry.progress import Progress
 
     with Progress(1) as progress:
-        manifest = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, log=progress.log)
-    sys.stdout.write(f"{manifest}\n")
+        lines = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, log=progress.log)
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 def _compare(arguments: argparse.Namespace) -> None:

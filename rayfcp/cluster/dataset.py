@@ -13,6 +13,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
+from rayfcp.data.evaluation import named_keys
 from rayfcp.values import ModelProfile
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from rayfcp.data.evaluation import EvalBatches
     from rayfcp.data.stream import StreamIndex, Waiter
-
-NAMED_BAD_ROWS = 3
 
 References = Mapping[str, npt.NDArray[np.float64]]
 """Sums of the terms of samples by the reference model, `[samples]`, by name of an evaluation set, and of `TRAINING`."""
@@ -68,12 +67,19 @@ class Dataset:
         assert self.evaluation is not None, "sets were checked"
         return replace(self, evaluation=self.evaluation.only(draws))
 
-    def write_bad_rows(self, path: Path) -> str:
-        """Write the rows that were skipped, one JSON object per line; return a sentence with the first of them."""
-        rows = self.index.named_bad_rows
-        path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-        shown = "; ".join(str(row) for row in rows[:NAMED_BAD_ROWS])
-        return f"skipped: {shown}{f' and more, see {path}' if len(rows) > NAMED_BAD_ROWS else ''}"
+    def account(self, path: Path) -> list[str]:
+        """Return the account of the data in lines. The rows that were skipped are written to `path`, one JSON object
+        per line."""
+        if rows := self.index.named_bad_rows:
+            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        return self.index.lines(path=path)
+
+    def evaluation_accounts(self) -> list[str]:
+        """Return the accounts of the evaluation sets in lines."""
+        sets = () if self.evaluation is None else self.evaluation.sets
+        return [
+            f"evaluation set {own.name}: {named_keys(line, own.name)}" for own in sets for line in own.index.lines()
+        ]
 
 
 def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConfig", ModelProfile]:
@@ -106,7 +112,7 @@ def open_dataset(
     vocabulary are skipped. `request`: who tokenises the parts of a stream; this process if None.
 
     Raises:
-        ConfigError: no such model, too many bad rows, no sample left, or images that the model cannot take.
+        ConfigError: no such model, too many bad rows, no sample or target left, or images that the model cannot take.
     """
     is_stream = config.data.streaming
     opened = _open_stream(config, data_dir, request=request) if is_stream else _open_prepared(config, data_dir)
@@ -129,6 +135,7 @@ def _open_prepared(config: Config, data_dir: str) -> Dataset:
         vocab_size=model.vocab_size,
         max_bad_fraction=config.data.max_bad_fraction,
     )
+    index.check_targets("data.paths")
     _check_images(config, model, has_images=index.has_images)
     sampler, model = _sampler(config, index), replace(model, head_fraction=index.head_fraction)
     return Dataset(index=index, sampler=sampler, library=library, model=model, trained=_trained(config.model))

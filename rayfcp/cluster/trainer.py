@@ -25,7 +25,7 @@ from rayfcp.cluster.workers.starting import other_cpus
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.config.data import SourceConfig
-from rayfcp.data import PreparedManifest, cached_prepare, prepare, run_tokenizer
+from rayfcp.data import LengthIndex, cached_prepare, prepare, run_tokenizer
 from rayfcp.data.hub import locate
 from rayfcp.execute.reports import find_damage
 from rayfcp.telemetry.loggers.interface import check_loggers
@@ -128,7 +128,7 @@ def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
 
         return open_stream(config.data, cache_dir=cache_of(config)).folder
     manifest = cached_prepare(config.data, cache_dir=cache_of(config), progress=_progress(log))
-    log(f"data in {manifest}")
+    log(f"data in {manifest.folder}")
     return manifest.folder
 
 
@@ -144,7 +144,7 @@ def prepared_sets(config: Config, *, log: Callable[[str], None]) -> dict[str, st
             manifest = cached_prepare(each.source(config.data), cache_dir=cache_of(config), progress=_progress(log))
         except ConfigError as error:
             raise ConfigError(f"eval.sets.{name}: {error}") from error
-        log(f"evaluation set {name} in {manifest}")
+        log(f"evaluation set {name} in {manifest.folder}")
         found[name] = manifest.folder
     return found
 
@@ -154,15 +154,19 @@ def cache_of(config: Config) -> str:
     return config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
 
 
-def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) -> PreparedManifest:
-    """Tokenize `config.data` into shards in `out_dir`, on the cluster of the configuration.
+def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) -> list[str]:
+    """Tokenize `config.data` into shards in `out_dir`, on the cluster of the configuration. Return lines on what was
+    written and on what became of all that was read; the vocabulary of the model is not looked at.
 
     Raises:
         ConfigError: as `rayfcp.data.prepare`, or the tokenizer cannot be loaded.
     """
     run_tokenizer(config)
+    data = config.data
     with connected(config):
-        return prepare(config.data, out_dir=out_dir, progress=_progress(log))
+        manifest = prepare(data, out_dir=out_dir, progress=_progress(log))
+    index = LengthIndex(manifest, max_seqlen=data.max_seqlen, long_sequences=data.long_sequences, vocab_size=None)
+    return [str(manifest), *index.lines()]
 
 
 def _progress(log: Callable[[str], None]) -> Callable[[int, int], None]:

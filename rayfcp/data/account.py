@@ -1,14 +1,16 @@
-"""What becomes of the rows and tokens of the inputs: everything that is read is used, or counted here with a reason."""
+"""Counts of what reading leaves out: everything that is read is used, or counted here with a reason."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import Any, Self
+
+SHOWN_COLUMNS = 30
 
 
 @dataclass(slots=True, kw_only=True)
 class ReadAccount:
-    """Counts of what reading leaves out of rows that are used.
+    """Counts of what reading leaves out beside bad rows.
 
     Attributes:
         ignored_columns: Rows by the name of a column, or key of a message, that was not used.
@@ -30,8 +32,46 @@ class ReadAccount:
     @classmethod
     def total(cls, parts: Iterable["ReadAccount"]) -> Self:
         """Return the sums of all counts."""
-        sums: dict[str, Counter[str]] = {each.name: Counter() for each in fields(cls)}
+        return cls(**sums_of(list(parts), [each.name for each in fields(cls)]))
+
+    def lines(self) -> list[str]:
+        """Return a line for each kind of thing that was left out of rows that are used."""
+        found = []
+        if files := sorted(self.unreadable_files):
+            found.append(f"unreadable: {', '.join(files)}")
+        if names := sorted(self.ignored_columns):
+            more = f" and {len(names) - SHOWN_COLUMNS:,} more" if len(names) > SHOWN_COLUMNS else ""
+            found.append(f"ignored columns: {', '.join(names[:SHOWN_COLUMNS])}{more}")
+        for template, count in self.without_end.items():
+            found.append(
+                f"{counted(count, 'trained turn')} without an end token at the end, by chat template {template}: the "
+                "model does not learn to stop there; use a template that ends the assistant's turns in one"
+            )
+        return found
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "row"), counted(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def by_reason(rows: Mapping[str, int]) -> str:
+    """Return counts with their reasons.
+
+    >>> by_reason({"empty": 1300, "bad_json": 1})
+    'empty 1,300, bad_json 1'
+    """
+    return ", ".join(f"{reason} {count:,}" for reason, count in rows.items())
+
+
+def sums_of(parts: Sequence[Any], names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return the sums of counters of all parts, by the name of their attribute."""
+    sums: dict[str, Counter[str]] = {name: Counter() for name in names}
+    for name, counts in sums.items():
         for part in parts:
-            for name, counts in sums.items():
-                counts.update(getattr(part, name))
-        return cls(**{name: dict(counts) for name, counts in sums.items()})
+            counts.update(getattr(part, name))
+    return {name: dict(counts) for name, counts in sums.items()}

@@ -1,5 +1,6 @@
 """Evaluation sets as numbered batches: which samples are in a batch depends on nothing but the set and the number."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.evaluation import EvalSetConfig
 from rayfcp.data.index import LengthIndex
 from rayfcp.data.sampler import permute, with_reference
 from rayfcp.values import GlobalBatch
@@ -90,14 +92,23 @@ def open_sets(config: Config, folders: Mapping[str, str], *, vocab_size: int) ->
                 vocab_size=vocab_size,
                 max_bad_fraction=data.max_bad_fraction,
             )
+            index.check_targets("paths")
         except ConfigError as error:
-            raise ConfigError(f"eval.sets.{name}: {error}") from error
-        if not int(index.num_targets.sum()):
-            raise ConfigError(
-                f"eval.sets.{name} has no target in {len(index)} sequences, must have one; give sequences of at least "
-                "2 tokens"
-            )
+            raise ConfigError(f"eval.sets.{name}: {named_keys(str(error), name)}") from error
         count = min((config.eval.batches or len(index)) * (size // index.samples_per_draw), index.num_draws)
         draws = permute(np.arange(count, dtype=np.int64), size=index.num_draws, seed=_SEED, epoch=0)
+        if not int(index.num_targets.reshape(index.num_draws, -1)[draws].sum()):
+            raise ConfigError(
+                f"eval.batches is {config.eval.batches}, must give eval.sets.{name} a sequence with targets; raise it"
+            )
         found.append(EvalSet(name=name, folder=folders[name], index=index, draws=draws))
     return EvalBatches(found, batch_sequences=size)
+
+
+def named_keys(text: str, name: str) -> str:
+    """Return `text` with the keys of evaluation set `name` in place of those of `data`.
+
+    >>> named_keys("raise data.max_seqlen", "val")
+    'raise eval.sets.val.max_seqlen'
+    """
+    return re.sub(rf"\bdata\.(?=({'|'.join(EvalSetConfig.model_fields)})\b)", f"eval.sets.{name}.", text)

@@ -1,17 +1,31 @@
 """All samples of a prepared folder by their lengths: what planning needs, and nothing of the tokens."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
-from rayfcp.data.manifest import MAX_NAMED_ROWS, PreparedManifest, check_bad_fraction, read_manifest
-from rayfcp.data.rows import IGNORED, BadReason, BadRow, LongSequences, RowRanges, sample_ranges
+from rayfcp.data.account import by_reason
+from rayfcp.data.balance import (
+    CUT,
+    DROPPED,
+    IMAGE_TOO_LONG,
+    NOT_TARGETS,
+    SINGLE_TOKENS,
+    TRAINED,
+    Balance,
+    skipped_lines,
+)
+from rayfcp.data.manifest import MAX_NAMED_ROWS, PreparedManifest, read_manifest
+from rayfcp.data.rows import IGNORED, BadReason, BadRow, Integers, LongSequences, RowRanges, sample_ranges
 from rayfcp.data.shards import ShardReader
 from rayfcp.values import Sample
 
@@ -20,6 +34,9 @@ if TYPE_CHECKING:
 
 _Column = dict[str, npt.NDArray[np.int32]]
 
+CountCall = Callable[[str, int], None]
+"""Called with a reason, and how many rows were skipped for it."""
+
 _READING_THREADS = 8
 """Shards whose lengths are read at once: object stores answer in tens of milliseconds."""
 
@@ -27,10 +44,10 @@ _READING_THREADS = 8
 class LengthIndex:
     """Samples in the order of shards, rows and positions; `len(index)` of them.
 
-    `lengths`, `num_targets`: int arrays `[samples]`. `counts`: rows cut, split, dropped, and skipped by reason, those
-    that `prepare` skipped included. `named_bad_rows`: the first 100 of the latter. `fingerprint` is equal exactly when
-    the samples and their tokens are. No image is cut: a sample ends before one that goes beyond `max_seqlen`.
-    `samples_per_draw`: samples that are kept, or not, and drawn together: 2i and 2i+1 of pairs.
+    `lengths`, `num_targets`: int arrays `[samples]`. `balance`: what became of all rows, those included that `prepare`
+    skipped. `named_bad_rows`: the first 100 of them. `fingerprint` is equal exactly when the samples and their tokens
+    are. No image is cut: a sample ends before one that goes beyond `max_seqlen`. `samples_per_draw`: samples that are
+    kept, or not, and drawn together: 2i and 2i+1 of pairs.
     """
 
     def __init__(
@@ -41,32 +58,24 @@ class LengthIndex:
         readers = [ShardReader(manifest, shard) for shard in range(len(manifest.shards))]
         with ThreadPoolExecutor(_READING_THREADS) as pool:
             columns = list(pool.map(ShardReader.small_columns, readers))
-        for column in columns:
-            column["max_token_id"] = self._together(column["max_token_id"])
         self._images: ImageIndex | None = None
         if any(shard.has_images for shard in manifest.shards):
             from rayfcp.data.vision import layout
 
             self._images = layout.ImageIndex(readers)
-        limit = np.inf if vocab_size is None else vocab_size
-        wrong = [np.flatnonzero(column["max_token_id"] >= limit) for column in columns]
-        self._num_long, self._long_tokens = 0, 0
-        self.counts = Counter(manifest.bad_rows)
-        if num_wrong := sum(rows.size for rows in wrong):
-            self.counts[BadReason.TOKEN_OUT_OF_RANGE.value] += num_wrong // self.samples_per_draw
-        ranges = [self._ranges(shard, column, limit=limit) for shard, column in enumerate(columns)]
-        if self._num_long:
-            self.counts["dropped" if long_sequences == "drop" else long_sequences] = self._num_long
-        if self._images is not None and self._images.num_too_long:
-            self.counts["picture_too_long"] = self._images.num_too_long
+        parts = [
+            self._part(shard, readers[shard], column, limit=np.inf if vocab_size is None else vocab_size)
+            for shard, column in enumerate(columns)
+        ]
+        ranges = [part.ranges for part in parts]
         self.shards = np.repeat(np.arange(len(ranges), dtype=np.int32), [each.rows.size for each in ranges])
         self.rows = np.concatenate([each.rows for each in ranges]).astype(np.int32)
         self.starts = np.concatenate([each.starts for each in ranges])
         self.stops = np.concatenate([each.stops for each in ranges])
-        self.num_targets = np.concatenate(
-            [_targets(*of_shard) for of_shard in zip(readers, ranges, columns, strict=True)]
-        )
-        self.named_bad_rows = (*manifest.named_bad_rows, *_named(manifest, wrong, columns, limit))[:MAX_NAMED_ROWS]
+        self.num_targets = np.concatenate([part.targets for part in parts])
+        self._balances = [part.balance for part in parts]
+        named = [row for part in parts for row in part.named]
+        self.named_bad_rows = (*manifest.named_bad_rows, *named)[:MAX_NAMED_ROWS]
 
     @classmethod
     def open(
@@ -86,15 +95,11 @@ class LengthIndex:
             ConfigError: Not a complete prepared folder, more bad rows than `max_bad_fraction` of all, or no sample.
         """
         index = cls(read_manifest(folder), max_seqlen=max_seqlen, long_sequences=long_sequences, vocab_size=vocab_size)
-        bad = {reason: count for reason, count in index.counts.items() if reason in set(BadReason)}
-        num_good_rows = index.manifest.num_rows + index.manifest.num_bad_rows - sum(bad.values())
-        check_bad_fraction(
-            bad, num_good_rows=num_good_rows, named=index.named_bad_rows, max_bad_fraction=max_bad_fraction
-        )
+        index.balance.check_bad_rows(named=index.named_bad_rows, max_bad_fraction=max_bad_fraction)
         if not len(index):
             raise ConfigError(
                 f"data.max_seqlen is {max_seqlen} with data.long_sequences {long_sequences!r}, must leave at least one "
-                f"sample of {index.manifest.folder} ({dict(index.counts)}); raise it, or cut"
+                f"sample of {index.manifest.folder} ({by_reason(index.balance.skipped)}); raise it, or cut"
             )
         return index
 
@@ -106,21 +111,35 @@ class LengthIndex:
         """Fraction of the tokens that the output head runs on (`SequenceSpec.num_head_tokens`)."""
         return float(np.minimum(self.num_targets + 1, self.lengths).sum() / self.lengths.sum())
 
-    def __str__(self) -> str:
-        """One sentence for the log: what is kept, and what is not with its remedy."""
-        kept = f"{len(self)} sequences of {self.num_tokens} tokens"
-        others = "".join(f", {count} rows {reason}" for reason, count in self.counts.items() if reason != "dropped")
-        if num_idle := int(np.count_nonzero((self.num_targets == 0) & (self.lengths > 1))):
-            others += f", {num_idle} sequences without targets, e.g. answers beyond data.max_seqlen={self.max_seqlen}"
-        if "dropped" not in self.counts:
-            return kept + others
-        num_rows = len(self) + self._num_long
-        of_tokens = self._long_tokens / (self.num_tokens + self._long_tokens)
-        others_kept = "split or cut" if self.samples_per_draw == 1 else "cut"
-        return (
-            f"{kept} kept{others}; {self._num_long} rows ({self._num_long / num_rows:.0%}, {of_tokens:.0%} of tokens) "
-            f"longer than data.max_seqlen={self.max_seqlen} dropped; use data.long_sequences: {others_kept}"
-        )
+    @cached_property
+    def balance(self) -> Balance:
+        """What became of all that was read."""
+        return self._balance(self.manifest, self._balances)
+
+    def balance_of(self, source: str) -> Balance:
+        """Return what became of a source of a mixture."""
+        (start, stop) = self._shards_of[source]
+        return self._balance(self.manifest.parts[source], self._balances[start:stop])
+
+    def lines(self, *, path: Path | None = None) -> list[str]:
+        """Return the account in lines: of all data and of each source of a mixture, then the first bad rows, of which
+        more are in the file `path`, and what is ignored."""
+        balances = [("account", self.balance)]
+        balances += [(f"account of source {name}", self.balance_of(name)) for name in self.sources]
+        lines = [line for title, balance in balances for line in balance.lines(title)]
+        ignored = [part.ignored_files for part in (self.manifest, *self.manifest.parts.values()) if part.ignored_files]
+        return [*lines, *skipped_lines(self.named_bad_rows, path=path), *ignored, *self.manifest.account.lines()]
+
+    def check_targets(self, name: str) -> None:
+        """Check that the data called `name`, and each of its sources, trains something.
+
+        Raises:
+            ConfigError: There is no target.
+        """
+        for source in self.sources:
+            if (own := self.balance_of(source)).num_sequences:
+                own.check_targets(f"data.sources.{source}")
+        self.balance.check_targets(name)
 
     @property
     def num_tokens(self) -> int:
@@ -134,18 +153,24 @@ class LengthIndex:
     @property
     def sources(self) -> dict[str, tuple[int, int]]:
         """Positions `[start, stop)` of each source of a mixture, by name; none if it is not one."""
-        stops = np.cumsum([num_shards for _, num_shards in self.manifest.sources])
-        places = np.searchsorted(self.shards, np.concatenate([[0], stops])).tolist()
-        return {name: (places[at], places[at + 1]) for at, (name, _) in enumerate(self.manifest.sources)}
+        limits = {name: np.searchsorted(self.shards, shards).tolist() for name, shards in self._shards_of.items()}
+        return {name: (start, stop) for name, (start, stop) in limits.items()}
+
+    @property
+    def _shards_of(self) -> dict[str, tuple[int, int]]:
+        """Shards `[start, stop)` of each source of a mixture, by name."""
+        parts = self.manifest.parts
+        limits = np.cumsum([0, *(len(part.shards) for part in parts.values())]).tolist()
+        return dict(zip(parts, pairwise(limits), strict=True))
 
     @property
     def has_images(self) -> bool:
         return self._images is not None and self._images.has_any
 
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Rows that give no sample, by reason."""
-        return {reason: count for reason, count in self.counts.items() if reason not in ("cut", "split")}
+    def count_skipped(self, call: CountCall) -> None:
+        """Call for the rows that give no sample, by reason."""
+        for reason, count in self.balance.skipped.items():
+            call(reason, count)
 
     @property
     def fingerprint(self) -> str:
@@ -183,26 +208,118 @@ class LengthIndex:
         size = self.samples_per_draw
         return values if size == 1 else np.repeat(values.reshape(-1, size).max(axis=1), size)
 
-    def _ranges(self, shard: int, column: _Column, *, limit: float) -> RowRanges:
-        """Samples of a shard; counts its long rows."""
-        rows = np.flatnonzero(column["max_token_id"] < limit)
-        lengths = column["length"][rows]
-        is_long = (self._together(lengths) if self.long_sequences == "drop" else lengths) > self.max_seqlen
-        self._num_long += int(np.count_nonzero(is_long))
-        self._long_tokens += int(lengths[is_long].sum(dtype=np.int64))
-        if self.long_sequences == "drop":
-            rows, lengths = rows[~is_long], lengths[~is_long]
-        ranges = sample_ranges(rows, lengths=lengths, max_seqlen=self.max_seqlen, long_sequences=self.long_sequences)
-        if self._images is None or self.long_sequences == "drop":
-            return ranges
-        return self._images.around_images(
-            shard,
-            ranges,
-            long_rows=rows[is_long],
-            lengths=column["length"],
-            max_seqlen=self.max_seqlen,
-            split=self.long_sequences == "split",
+    def _balance(self, manifest: PreparedManifest, parts: Sequence[Balance]) -> Balance:
+        settings: dict[str, Any] = {"max_seqlen": self.max_seqlen, "long_sequences": self.long_sequences}
+        return Balance.total([*read_balances(manifest, **settings), *parts])
+
+    def _part(self, shard: int, reader: ShardReader, column: _Column, *, limit: float) -> "_Part":
+        """Return the samples of a shard, and what becomes of its rows."""
+        lost = self._lost(reader, column, limit=limit)
+        rows = np.flatnonzero(~np.logical_or.reduce(list(lost.values())))
+        ranges, num_of_images = self._ranges(shard, rows, lengths=column["length"])
+        targets = _targets(reader, ranges, column)
+        return _Part(
+            ranges=ranges,
+            targets=targets,
+            balance=self._shard_balance(
+                column, lost=lost, rows=rows, ranges=ranges, targets=targets, num_of_images=num_of_images
+            ),
+            named=self._named(reader, column, lost=lost, limit=limit),
         )
+
+    def _lost(self, reader: ShardReader, column: _Column, *, limit: float) -> dict[str, npt.NDArray[np.bool_]]:
+        """Masks of the rows of a shard that give no sample, by reason, which are disjoint."""
+        lengths, wrong = column["length"], self._together(column["max_token_id"]) >= limit
+        lost = {BadReason.TOKEN_OUT_OF_RANGE.value: wrong}
+        if self.long_sequences == "drop":
+            lost[DROPPED] = ~wrong & (self._together(lengths) > self.max_seqlen)
+        elif self.samples_per_draw > 1:
+            lost[BadReason.EQUAL_ANSWERS.value] = ~wrong & _equal_when_cut(reader, lengths, max_seqlen=self.max_seqlen)
+        return lost
+
+    def _ranges(self, shard: int, rows: Integers, *, lengths: npt.NDArray[np.int32]) -> tuple[RowRanges, int]:
+        """Samples of rows of a shard, and how many tokens are lost to images that are too long."""
+        way, limit = self.long_sequences, self.max_seqlen
+        ranges = sample_ranges(rows, lengths=lengths[rows], max_seqlen=limit, long_sequences=way)
+        if self._images is None or way == "drop":
+            return ranges, 0
+        long_rows = rows[lengths[rows] > limit]
+        return self._images.around_images(
+            shard, ranges, long_rows=long_rows, lengths=lengths, max_seqlen=limit, split=way == "split"
+        )
+
+    def _shard_balance(
+        self,
+        column: _Column,
+        *,
+        lost: Mapping[str, npt.NDArray[np.bool_]],
+        rows: Integers,
+        ranges: RowRanges,
+        targets: Integers,
+        num_of_images: int,
+    ) -> Balance:
+        """Return what becomes of the rows of a shard, of which `rows` are not `lost`."""
+        lengths, per_row = column["length"], self.samples_per_draw
+        used, trained = _count(np.diff(ranges.rows, prepend=-1)), int(targets.sum())
+        kept = int((ranges.stops - ranges.starts).sum())
+        skipped = {reason: _count(mask) // per_row for reason, mask in lost.items()}
+        skipped[SINGLE_TOKENS if self._images is None else IMAGE_TOO_LONG] = (rows.size - used) // per_row
+        tokens = {TRAINED: trained, NOT_TARGETS: kept - trained, IMAGE_TOO_LONG: num_of_images}
+        tokens |= {reason: int(lengths[mask].sum(dtype=np.int64)) for reason, mask in lost.items()}
+        rest = int(lengths[rows].sum(dtype=np.int64)) - kept - num_of_images
+        tokens[SINGLE_TOKENS if self.long_sequences == "split" else CUT] = rest
+        in_row = column["num_targets"][ranges.rows[targets == 0]]
+        return Balance(
+            max_seqlen=self.max_seqlen,
+            long_sequences=self.long_sequences,
+            samples_per_row=per_row,
+            num_used=used // per_row,
+            num_long=_count(lengths[rows] > self.max_seqlen),
+            num_sequences=ranges.rows.size,
+            skipped={reason: count for reason, count in skipped.items() if count},
+            tokens={fate: count for fate, count in tokens.items() if count},
+            idle={"cut": _count(in_row), "labels": _count(in_row == 0)},
+        )
+
+    def _named(
+        self, reader: ShardReader, column: _Column, *, lost: Mapping[str, npt.NDArray[np.bool_]], limit: float
+    ) -> list[BadRow]:
+        """The first bad rows of a shard."""
+        details = {
+            BadReason.TOKEN_OUT_OF_RANGE: "{}, must be less than the vocabulary's " + f"{limit:g}",
+            BadReason.EQUAL_ANSWERS: f"chosen and rejected are the same within data.max_seqlen={self.max_seqlen}",
+        }
+        largest = self._together(column["max_token_id"])
+        return [
+            BadRow(shard=reader.info.name, row=int(row), reason=reason, detail=detail.format(largest[row]))
+            for reason, detail in details.items()
+            for row in np.flatnonzero(lost.get(reason, ()))[:: self.samples_per_draw][:MAX_NAMED_ROWS]
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Samples of a shard, their targets, and what became of its rows."""
+
+    ranges: RowRanges
+    targets: Integers
+    balance: Balance
+    named: list[BadRow]
+
+
+def _count(mask: npt.NDArray[Any]) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _equal_when_cut(shard: ShardReader, lengths: npt.NDArray[np.int32], *, max_seqlen: int) -> npt.NDArray[np.bool_]:
+    """Mask of the rows of pairs whose first `max_seqlen` tokens are the same. Only pairs that are cut to equal lengths
+    are compared, token by token: whole ones differ."""
+    pairs = lengths.reshape(-1, 2)
+    equal = (pairs.min(axis=1) >= max_seqlen) & (pairs.max(axis=1) > max_seqlen)
+    for pair in np.flatnonzero(equal).tolist():
+        chosen, rejected = (shard.tokens(row)[:max_seqlen] for row in (2 * pair, 2 * pair + 1))
+        equal[pair] = np.array_equal(chosen, rejected)
+    return np.repeat(equal, 2)
 
 
 def _targets(shard: ShardReader, ranges: RowRanges, column: _Column) -> npt.NDArray[np.int64]:
@@ -216,16 +333,24 @@ def _targets(shard: ShardReader, ranges: RowRanges, column: _Column) -> npt.NDAr
     return targets
 
 
-def _named(
-    manifest: PreparedManifest, wrong: list[npt.NDArray[np.int64]], columns: list[_Column], limit: float
-) -> list[BadRow]:
+def read_balances(manifest: PreparedManifest, *, max_seqlen: int, long_sequences: LongSequences) -> list[Balance]:
+    """Return what `prepare` read and did not use, of each source of a mixture."""
+    if manifest.parts:
+        settings: dict[str, Any] = {"max_seqlen": max_seqlen, "long_sequences": long_sequences}
+        return [each for part in manifest.parts.values() for each in read_balances(part, **settings)]
+    num_samples, num_bad, unreadable = manifest.num_rows, manifest.num_bad_rows, manifest.account.unreadable_files
+    num_rows = num_samples + num_bad if manifest.num_read_rows is None else manifest.num_read_rows
     return [
-        BadRow(
-            shard=manifest.shards[shard].name,
-            row=int(row),
-            reason=BadReason.TOKEN_OUT_OF_RANGE,
-            detail=f"{columns[shard]['max_token_id'][row]}, must be less than the vocabulary's {limit:g}",
+        Balance(
+            max_seqlen=max_seqlen,
+            long_sequences=long_sequences,
+            samples_per_row=manifest.samples_per_row,
+            num_files=None if manifest.num_files is None else manifest.num_files - len(unreadable),
+            num_ignored_files=manifest.num_ignored_files,
+            num_unreadable_files=len(unreadable),
+            num_rows=num_rows,
+            num_further=num_samples + num_bad - num_rows,
+            skipped=manifest.bad_rows,
+            tokens=manifest.account.removed_tokens,
         )
-        for shard, rows in enumerate(wrong)
-        for row in rows[:MAX_NAMED_ROWS]
     ]

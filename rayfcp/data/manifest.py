@@ -8,7 +8,7 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import RowKind
-from rayfcp.data.account import ReadAccount
+from rayfcp.data.account import ReadAccount, counted
 from rayfcp.data.rows import BadRow, printable
 
 
@@ -136,8 +136,10 @@ class PreparedManifest:
     """A prepared folder. `folder`: where it was opened, not part of the file.
 
     `fingerprint`: hash of the inputs (names, sizes, times), tokenizer and columns; if it differs, prepare again.
-    `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `sources`: of a mixture, names and
-    numbers of shards in the order of `shards`, whose names are whole paths then. `rows`: what a row of the inputs is.
+    `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `rows`: what a row of the inputs is.
+    `num_files`, `num_read_rows`: of the inputs, None in folders of earlier versions. `ignored_files`: a line that names
+    files that were not read, `num_ignored_files` of them. `parts`: the sources of a mixture by name; its shards are
+    those of the sources in order, and their names are whole paths.
     """
 
     folder: str
@@ -150,12 +152,16 @@ class PreparedManifest:
     bad_rows: dict[str, int] = field(default_factory=dict)
     rows: RowKind = "sequences"
     named_bad_rows: tuple[BadRow, ...] = ()
-    sources: tuple[tuple[str, int], ...] = ()
     account: ReadAccount = field(default_factory=ReadAccount)
+    num_files: int | None = None
+    num_ignored_files: int = 0
+    ignored_files: str = ""
+    num_read_rows: int | None = None
+    parts: Mapping[str, "PreparedManifest"] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
-        """Good rows of the inputs."""
+        """Good rows of the inputs, and further samples that they gave."""
         return sum(shard.num_rows for shard in self.shards) // self.samples_per_row
 
     @property
@@ -181,39 +187,10 @@ class PreparedManifest:
         return tuple(shard.content for shard in self.shards)
 
     def __str__(self) -> str:
-        text = f"{printable(self.folder)}: {self.num_rows} rows, {self.num_tokens} tokens in {len(self.shards)} shards"
-        if self.bad_rows:
-            text += f"; {self.num_bad_rows} rows skipped ({counted(self.bad_rows)}), e.g. {self.named_bad_rows[0]}"
-        return text
+        return f"{printable(self.folder)}: {counted(self.num_tokens, 'token')} in {counted(len(self.shards), 'shard')}"
 
 
 _MANIFEST = TypeAdapter(PreparedManifest)
-
-
-def counted(bad_rows: dict[str, int]) -> str:
-    """
-    >>> counted({"empty": 3, "bad_json": 1})
-    'empty 3, bad_json 1'
-    """
-    return ", ".join(f"{reason} {count}" for reason, count in bad_rows.items())
-
-
-def check_bad_fraction(
-    bad_rows: dict[str, int], *, num_good_rows: int, named: Sequence[BadRow], max_bad_fraction: float
-) -> None:
-    """
-    Raises:
-        ConfigError: More than `max_bad_fraction` of the rows are bad.
-    """
-    num_bad_rows = sum(bad_rows.values())
-    num_rows = num_bad_rows + num_good_rows
-    if num_bad_rows <= max_bad_fraction * num_rows:
-        return
-    raise ConfigError(
-        f"{num_bad_rows} of {num_rows} rows ({num_bad_rows / num_rows:.2%}) are bad ({counted(bad_rows)}), "
-        f"data.max_bad_fraction allows {max_bad_fraction:g}; first: {named[0]}; repair or exclude them, or raise "
-        "data.max_bad_fraction"
-    )
 
 
 def write_mixture(folder: str, parts: Mapping[str, PreparedManifest]) -> PreparedManifest:
@@ -244,13 +221,17 @@ def _mixture(folder: str, parts: Mapping[str, str]) -> PreparedManifest | None:
         bad_rows=dict(bad),
         named_bad_rows=tuple(row for part in manifests for row in part.named_bad_rows)[:MAX_NAMED_ROWS],
         account=ReadAccount.total(part.account for part in manifests),
-        sources=tuple((name, len(part.shards)) for name, part in zip(found, manifests, strict=True)),
+        num_files=None,  # these are of the parts
+        num_ignored_files=0,
+        ignored_files="",
+        num_read_rows=None,
+        parts=dict(zip(found, manifests, strict=True)),
     )
 
 
 def write_manifest(manifest: PreparedManifest) -> None:
     """Make the folder complete."""
-    own = _MANIFEST.dump_python(manifest, mode="json", exclude={"folder", "sources"})
+    own = _MANIFEST.dump_python(manifest, mode="json", exclude={"folder", "parts"})
     values = {"kind": KIND, "version": VERSION, **own}
     totals = {"num_rows": manifest.num_rows, "num_tokens": manifest.num_tokens, "vocab_size": None}
     fs, path = resolve(join(manifest.folder, MANIFEST_NAME))

@@ -16,15 +16,16 @@ from pydantic import TypeAdapter
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig, SourceConfig
 from rayfcp.data.account import ReadAccount
+from rayfcp.data.balance import Balance
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.distilled import DISTILLED_COLUMNS, distilled_rows
+from rayfcp.data.index import read_balances
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,
     VERSION,
     PreparedManifest,
     ShardInfo,
-    check_bad_fraction,
     find_manifest,
     join,
     name_of,
@@ -42,6 +43,10 @@ from rayfcp.data.storage import UnreadableFileError, check_unreadable
 from rayfcp.data.tokenizer import tokenizer_of
 
 logger = logging.getLogger(__name__)
+
+READ_RULES = 1
+"""Version of the rules by which files become rows and rows tokens: raised when they change for any input, so that
+caches of other rules are not taken."""
 
 SMALL_BYTES = 64 << 20
 """Below this, starting Ray's worker processes (5 s on two cores) takes longer than the work."""
@@ -140,9 +145,9 @@ def _of_sources(
 
 def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
     """16 hex digits over everything that prepared shards depend on: files (names, sizes, times), tokenizer, columns,
-    chat template and what of it is trained, rules for images. Files named by rows are not looked at."""
+    chat template and what of it is trained, rules of reading and of images. Files named by rows are not looked at."""
     parts: list[Any] = [
-        [VERSION, tokenizer_of(data).fingerprint, data.text_column, None],  # None: keeps fingerprints of older caches
+        [VERSION, READ_RULES, tokenizer_of(data).fingerprint, data.text_column],
         [(file.url, file.format, file.num_bytes, file.stamp) for file in files],
         *([] if data.processor is None else [(data.max_picture_pixels, data.video_fps, data.picture_targets)]),
     ]
@@ -175,8 +180,6 @@ def _prepare(
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
     fingerprint = fingerprint_of(data, files=found.files)
-    if line := found.ignored_line():
-        logger.warning("%s", line)
     folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
@@ -198,6 +201,9 @@ def _prepare(
         if progress is not None:
             progress(done_bytes, total_bytes)
     manifest = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
+    manifest = dataclasses.replace(
+        manifest, num_ignored_files=len(found.ignored), ignored_files=found.ignored_line() or ""
+    )
     _check_bad(manifest, data)
     write_manifest(manifest)
     logger.info("prepared %s", manifest)
@@ -300,12 +306,13 @@ def _merged(
     tokenizer = tokenizer_of(data)
     bad: Counter[str] = Counter()
     named = []
-    rows_before = 0
+    rows_before, num_rows = 0, 0
     for result in ordered:
         # Pieces number their rows from 0; the numbers of the file continue from the pieces before.
         rows_before = rows_before if splits[result.index].files[0].start else 0
         named += [dataclasses.replace(row, row=row.row + rows_before) for row in result.named_bad_rows]
         rows_before += result.num_rows
+        num_rows += result.num_rows
         bad.update(result.bad_rows)
     return PreparedManifest(
         folder=folder,
@@ -319,16 +326,14 @@ def _merged(
         bad_rows=dict(bad),
         named_bad_rows=tuple(named[:MAX_NAMED_ROWS]),
         account=ReadAccount.total(result.account for result in ordered),
+        num_files=len({file.url for split in splits for file in split.files}),
+        num_read_rows=num_rows,
     )
 
 
 def _check_bad(manifest: PreparedManifest, data: DataConfig) -> None:
     check_unreadable(manifest.account.unreadable_files, max_unreadable_files=data.max_unreadable_files)
-    check_bad_fraction(
-        manifest.bad_rows,
-        num_good_rows=manifest.num_rows,
-        named=manifest.named_bad_rows,
-        max_bad_fraction=data.max_bad_fraction,
-    )
+    balances = read_balances(manifest, max_seqlen=data.max_seqlen, long_sequences=data.long_sequences)
+    Balance.total(balances).check_bad_rows(named=manifest.named_bad_rows, max_bad_fraction=data.max_bad_fraction)
     if not manifest.num_rows:
         raise ConfigError(f"data.paths {', '.join(map(repr, data.paths))} hold no usable row; give files that do")

@@ -191,7 +191,7 @@ class ShardReader:
     def __init__(self, manifest: PreparedManifest, shard: int) -> None:
         self.info = manifest.shards[shard]
         name = self.info.name
-        self.fs, self.path = resolve(name if manifest.sources else join(manifest.folder, name))
+        self.fs, self.path = resolve(name if manifest.parts else join(manifest.folder, name))
         self._first_rows = np.concatenate([[0], np.cumsum(self.info.batch_rows)])
         self._batch = lru_cache(_KEPT_BATCHES)(self._read_batch)
         self._lock = threading.Lock()

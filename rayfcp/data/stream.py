@@ -9,30 +9,32 @@ import hashlib
 import json
 import logging
 from bisect import bisect_right
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.index import LengthIndex
+from rayfcp.data.account import ReadAccount
+from rayfcp.data.balance import Balance, skipped_lines
+from rayfcp.data.index import CountCall, LengthIndex, read_balances
 from rayfcp.data.manifest import (
     MAX_NAMED_ROWS,
     VERSION,
     PreparedManifest,
-    check_bad_fraction,
     join,
     name_of,
     resolve,
     whole_file,
 )
 from rayfcp.data.prepare import SplitResult, fingerprint_of, prepare_split, to_json
-from rayfcp.data.rows import BadReason, BadRow
+from rayfcp.data.rows import BadRow, LongSequences
 from rayfcp.data.sampler import Sampler, permute
 from rayfcp.data.sources import InputSplit, discover, make_splits, would_be_read
 from rayfcp.data.storage import check_unreadable
@@ -95,6 +97,7 @@ class Stream:
             bad_rows=result.bad_rows,
             named_bad_rows=result.named_bad_rows,
             account=result.account,
+            num_read_rows=result.num_rows,
         )
 
     def shard(self, number: int) -> tuple[PreparedManifest, int]:
@@ -158,27 +161,66 @@ def find_stream(folder: str) -> Stream | None:
 
 
 class StreamIndex:
-    """What is known of a stream's samples before they are read; see `LengthIndex`."""
+    """What is known of a stream's samples before they are read, and what became of those that were; see
+    `LengthIndex`."""
 
     has_images = False
     num_draws = samples_per_draw = 1
-    skipped: ClassVar[Mapping[str, int]] = {}
-    named_bad_rows: tuple[BadRow, ...] = ()
 
-    def __init__(self, stream: Stream, *, max_seqlen: int, long_sequences: str) -> None:
+    def __init__(self, stream: Stream, *, max_seqlen: int, long_sequences: LongSequences) -> None:
         self.max_seqlen, self.long_sequences = max_seqlen, long_sequences
         self.lengths = np.array([max_seqlen])
         self.fingerprint = hashlib.blake2b(
             repr((stream.fingerprint, max_seqlen, long_sequences)).encode(), digest_size=8
         ).hexdigest()
-        num_bytes = sum(split.num_bytes for split in stream.splits)
-        self._text = f"a stream of {num_bytes / 1e6:,.1f} MB in {len(stream.splits)} parts, tokenized as it is needed"
+        self.named_bad_rows: tuple[BadRow, ...] = ()
+        self.balance = Balance(max_seqlen=max_seqlen, long_sequences=long_sequences, samples_per_row=1)
+        """What became of the parts that were read so far, files not counted."""
+        self._stream, self._account = stream, ReadAccount()
+        self._read: set[int] = set()
+        self._count_skipped: CountCall = lambda _reason, _count: None
 
     def __len__(self) -> int:
         return 1
 
-    def __str__(self) -> str:
-        return self._text
+    @property
+    def unreadable_files(self) -> Collection[str]:
+        """URLs of files that could not be read to their ends."""
+        return self._account.unreadable_files.keys()
+
+    @property
+    def is_read(self) -> bool:
+        """True if every part was read."""
+        return len(self._read) == len(self._stream.splits)
+
+    def lines(self, *, path: Path | None = None) -> list[str]:
+        """Return what the stream is, or the account of the parts that were read so far; see `LengthIndex.lines`."""
+        splits = self._stream.splits
+        if not self._read:
+            num_bytes = sum(split.num_bytes for split in splits)
+            return [f"a stream of {num_bytes / 1e6:,.1f} MB in {len(splits):,} parts, tokenized as it is needed"]
+        files = {file.url for split in self._read for file in splits[split].files}
+        balance = replace(self.balance, num_files=len(files))
+        title = f"account of {len(self._read):,} of {len(splits):,} parts"
+        skipped = skipped_lines(self.named_bad_rows, path=path)
+        return [*balance.lines(title), *skipped, *self._account.lines()]
+
+    def add(self, split: int, balance: Balance, *, account: ReadAccount, named: tuple[BadRow, ...]) -> None:
+        """Add a part that was read, unless it was before."""
+        if split in self._read:
+            return
+        self._read.add(split)
+        self.balance = Balance.total([self.balance, balance])
+        self._account = ReadAccount.total([self._account, account])
+        self.named_bad_rows = (*self.named_bad_rows, *named)[:MAX_NAMED_ROWS]
+        for reason, count in balance.skipped.items():
+            self._count_skipped(reason, count)
+
+    def count_skipped(self, call: CountCall) -> None:
+        """Call for the rows that were skipped so far, and for those of each further part when it is read."""
+        self._count_skipped = call
+        for reason, count in self.balance.skipped.items():
+            call(reason, count)
 
 
 def _size(index: LengthIndex | None) -> int:
@@ -208,10 +250,6 @@ class StreamSampler(Sampler):
         self._firsts = [0]
         """First sample of each window that is known, and of the one after it."""
         self._opened: OrderedDict[int, list[LengthIndex | None]] = OrderedDict()
-        self._bad: dict[int, tuple[Counter[str], int]] = {}
-        """Of each split that was read: bad rows by reason, and the number of good ones."""
-        self._named: tuple[BadRow, ...] = ()
-        self._unreadable: set[str] = set()
 
     @property
     def index(self) -> StreamIndex:
@@ -261,19 +299,17 @@ class StreamSampler(Sampler):
             return self._opened[window]
         self._ask(window)
         indices = [self._length_index(split) for split in self._splits(window)]
-        check_bad_fraction(
-            dict(sum((each for each, _ in self._bad.values()), Counter[str]())),
-            num_good_rows=sum(good for _, good in self._bad.values()),
-            named=self._named,
-            max_bad_fraction=self._data.max_bad_fraction,
-        )
-        check_unreadable(self._unreadable, max_unreadable_files=self._data.max_unreadable_files)
+        balance = self.index.balance
+        balance.check_bad_rows(named=self.index.named_bad_rows, max_bad_fraction=self._data.max_bad_fraction)
+        if balance.num_sequences:
+            balance.check_targets("data.paths")
+        check_unreadable(self.index.unreadable_files, max_unreadable_files=self._data.max_unreadable_files)
         self._opened[window] = indices
         if len(self._opened) > _KEPT_WINDOWS:
             self._opened.popitem(last=False)
         if window == len(self._firsts) - 1:
             self._firsts.append(self._firsts[-1] + sum(map(_size, indices)))
-            if len(self._bad) == len(self._stream.splits) and self._firsts[-1] == 0:
+            if self.index.is_read and self._firsts[-1] == 0:
                 raise ConfigError(
                     f"data.paths {', '.join(map(repr, self._data.paths))} hold no usable row; give files that do"
                 )
@@ -288,23 +324,13 @@ class StreamSampler(Sampler):
             manifest = self._stream.manifest(split)
             assert manifest is not None
         logger.info("part %d: %s", split, manifest)
-        self._unreadable.update(manifest.account.unreadable_files)
-        index = self._checked(split, manifest) if manifest.shards else None
-        if index is None:
-            self._bad[split] = Counter(manifest.bad_rows), 0
-        self._named = (*self._named, *(manifest if index is None else index).named_bad_rows)[:MAX_NAMED_ROWS]
-        return index
-
-    def _checked(self, split: int, manifest: PreparedManifest) -> LengthIndex:
-        index = LengthIndex(
-            manifest,
-            max_seqlen=self._data.max_seqlen,
-            long_sequences=self._data.long_sequences,
-            vocab_size=self._vocab_size,
-        )
-        reasons = {reason.value for reason in BadReason}
-        bad = Counter({reason: count for reason, count in index.counts.items() if reason in reasons})
-        self._bad[split] = bad, manifest.num_rows + manifest.num_bad_rows - bad.total()
+        settings: dict[str, Any] = {"max_seqlen": self._data.max_seqlen, "long_sequences": self._data.long_sequences}
+        if not manifest.shards:
+            (nothing,) = read_balances(manifest, **settings)
+            self.index.add(split, nothing, account=manifest.account, named=manifest.named_bad_rows)
+            return None
+        index = LengthIndex(manifest, vocab_size=self._vocab_size, **settings)
+        self.index.add(split, index.balance, account=manifest.account, named=index.named_bad_rows)
         return index
 
     def _samples(self, window: int, numbers: Any) -> list[Sample]:

@@ -447,9 +447,12 @@ def test_samples_without_targets_are_told(folder_of: Callable[..., str], tmp_pat
     write_rows(tmp_path / "a.jsonl", {"messages": [TALK, [{**USER, "content": 40 * "one"}, ANSWER]]})
     folder = str(tmp_path / ".out")
     prepare_local(data_config(tmp_path, tokenizer=folder_of(read("phi"))), out_dir=folder)
-    told = str(LengthIndex.open(folder, max_seqlen=100))
-    assert "1 rows cut, 1 sequences without targets, e.g. answers beyond data.max_seqlen=100" in told
-    assert "without targets" not in str(LengthIndex.open(folder, max_seqlen=1000))
+    told = LengthIndex.open(folder, max_seqlen=100).lines()
+    assert "2 sequences (1 without targets)" in told[0] and "cut by data.max_seqlen=100 from 1 row" in told[0]
+    assert told[1].endswith("1 have their targets beyond data.max_seqlen=100; raise it")
+    assert not any(
+        "target" in line.replace("not targets", "") for line in LengthIndex.open(folder, max_seqlen=999).lines()
+    )
 
 
 def test_keys_that_a_processor_excludes() -> None:

@@ -1,5 +1,6 @@
 """Batches of evaluation sets: every sample once, whatever else a run does."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from rayfcp.data.evaluation import EvalBatches, open_sets
 from rayfcp.data.prepare import prepare_local
 from tests.cluster.runs import run_config, write_texts
 from tests.examples import examples
+
+LABELLED = 3
+"""Row that is not among the first in the order of a set of eight."""
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +58,20 @@ def test_the_first_batches_are_those_of_all(folder: Path) -> None:
     assert some.batch(3).samples == every.batch(len(every)).samples
 
 
+def test_batches_without_targets_are_refused(folder: Path) -> None:
+    rows = [{"input_ids": [1, 2], "labels": [1, 2 if row == LABELLED else -100]} for row in range(8)]
+    (folder / "rare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = {"rare": {"paths": str(folder / "rare.jsonl")}}
+    config = config_of(folder).changed(data={"global_batch_sequences": 1}, eval={"sets": sets, "batches": 1})
+    prepare_local(config.eval.sets["rare"].source(config.data), out_dir=str(folder / "rare"))
+    with pytest.raises(ConfigError, match=r"eval.batches is 1, must give eval.sets.rare a sequence with targets; r"):
+        open_sets(config, {"rare": str(folder / "rare")}, vocab_size=300)
+    assert len(open_sets(config.changed(eval={"batches": 8}), {"rare": str(folder / "rare")}, vocab_size=300)) == 8
+
+
 def test_a_set_without_targets_is_refused(folder: Path) -> None:
     config = config_of(folder).changed(eval={"sets": {"one": {"paths": str(folder / "few.jsonl"), "max_seqlen": 1}}})
-    with pytest.raises(ConfigError, match=r"eval.sets.one has no target in 2 sequences"):
+    with pytest.raises(ConfigError, match=r"^eval.sets.one: paths: 2 seq.* beyond eval.sets.one.max_seqlen=1; raise"):
         open_sets(config, {"one": str(folder / "few")}, vocab_size=300)
     with pytest.raises(ConfigError, match=r"eval.sets.one: .*must be a folder of prepared data"):
         open_sets(config, {"one": str(folder)}, vocab_size=300)

@@ -75,8 +75,8 @@ def test_samples_are_the_rows(tmp_path_factory: pytest.TempPathFactory, rows: Ro
     assert index.lengths.tolist() == [len(tokens) for tokens, _ in expected]
     assert index.num_tokens == sum(len(tokens) for tokens, _ in expected)
     num_long = sum(len(tokens) > max_seqlen for tokens, _ in rows)
-    assert index.counts == ({{"drop": "dropped"}.get(mode, mode): num_long} if num_long else {})
-    assert index.skipped == ({"dropped": num_long} if num_long and mode == "drop" else {})
+    assert index.balance.num_long == (0 if mode == "drop" else num_long)
+    assert index.balance.skipped.get("dropped", 0) == (num_long if mode == "drop" else 0)
 
 
 @few_examples
@@ -141,7 +141,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     rows: Rows = [([1, 2], None), ([1, 9], None), ([8, 1], None), ([1, 2], [1, 9])]
     folder = prepared(tmp_path, rows)
     index = LengthIndex.open(folder, max_seqlen=8, vocab_size=9)
-    assert index.counts == {"token_out_of_range": 2}
+    assert index.balance.skipped == {"token_out_of_range": 2}
     assert [sample.row for sample in index.samples(range(len(index)))] == [0, 2]
     assert [(row.row, row.reason) for row in index.named_bad_rows] == [
         (1, "token_out_of_range"),
@@ -176,12 +176,3 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda sample: whole(reader, sample)[0], samples * 3))
     assert read == [tokens for tokens, _ in rows] * 3
-
-
-def test_the_log_line_says_what_was_dropped_and_the_remedy(tmp_path: Path) -> None:
-    folder = prepared(tmp_path, [([1] * 2, None), ([2] * 4, None), ([3] * 14, None)])
-    assert str(LengthIndex.open(folder, max_seqlen=4, long_sequences="drop")) == (
-        "2 sequences of 6 tokens kept; 1 rows (33%, 70% of tokens) longer than data.max_seqlen=4 dropped; "
-        "use data.long_sequences: split or cut"
-    )
-    assert str(LengthIndex.open(folder, max_seqlen=4)) == "3 sequences of 10 tokens, 1 rows cut"

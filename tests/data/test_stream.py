@@ -121,6 +121,28 @@ def test_a_stream_of_nothing_is_told(folder: Path) -> None:
         sampler(folder, max_bad_fraction=1.0).batch(1)
 
 
+def test_a_stream_without_any_target_ends_at_its_first_window(folder: Path) -> None:
+    for path in (folder / "texts").glob("[0-9]*"):
+        path.write_text('{"input_ids": [1, 2], "labels": [5, -100]}\n')
+    with pytest.raises(ConfigError, match=r"data.paths: [34] sequences without a single target.*only labels of -100"):
+        sampler(folder).batch(1)
+
+
+def test_the_account_of_a_stream_is_that_of_the_parts_that_were_read(folder: Path) -> None:
+    drawn, skipped = sampler(folder), Counter[str]()
+    drawn.index.count_skipped(lambda reason, count: skipped.update({reason: count}))
+    assert drawn.index.lines()[0].startswith("a stream of 0.0 MB in 11 parts")
+    texts(drawn, steps=range(1, NUM_FILES * ROWS))  # epochs in which parts are read again
+    balance, rows = drawn.index.balance, NUM_FILES * ROWS
+    num_tokens = NUM_FILES * (5 * ROWS + 9)  # with the end tokens, and an x more in each of 4 rows
+    assert (balance.num_rows, balance.num_used, balance.num_tokens) == (rows + 1, rows, num_tokens)
+    assert balance.tokens == {"trained": num_tokens - rows, "not targets": rows}
+    assert balance.skipped == skipped == {"missing_column": 1}
+    account, bad = drawn.index.lines()
+    assert account.startswith(f"account of 11 of 11 parts: 11 files, {rows + 1} rows (1 skipped: missing_column 1)")
+    assert bad.startswith("skipped: ") and "bad.jsonl" in bad
+
+
 def test_another_input_is_another_stream(folder: Path) -> None:
     state = sampler(folder).state(3)
     sampler(folder).check_state(state)

@@ -167,16 +167,21 @@ class Controller:
             data = data.with_references(self._references)
         if self._evaluates is not None and self._evaluates.draws is not None:
             data = data.evaluating(self._evaluates.draws)
-        self._announce(str(data.index))
-        for each in data.evaluation.sets if data.evaluation else ():
-            self._announce(f"evaluation set {each.name}: {each.index}")
+        if self._evaluates is None:
+            self._tell_account(data)
+        for line in data.evaluation_accounts():
+            self._announce(line)
+        if config.data.streaming:  # what was read of it is known at the end
+            cleanup.callback(self._tell_account, data)
         bound = configured_bound(config, data.model)
         if bound is not None:
             num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
             _check_longest(config, data, ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=bound))
-        if data.index.named_bad_rows:
-            self._announce(data.write_bad_rows(self._run_dir / "skipped_rows.jsonl"))
         return data
+
+    def _tell_account(self, data: Dataset) -> None:
+        for line in data.account(self._run_dir / "skipped_rows.jsonl"):
+            self._announce(line)
 
     def _start(self, data: Dataset, resume: Resume, cleanup: ExitStack) -> TrainingLoop:
         """Start planners, workers and journal; `cleanup` ends them in reverse order, whatever happens."""
@@ -193,8 +198,8 @@ class Controller:
         planners.await_ready()
         journal = self.journal = self._open_journal(resume_step=initial.version)
         cleanup.callback(journal.close)
-        for reason, count in data.index.skipped.items():
-            journal.metrics.count("sequences_skipped_total", count, reason=reason)
+        skipped = partial(journal.metrics.count, "sequences_skipped_total")
+        data.index.count_skipped(lambda reason, count: skipped(count, reason=reason))
         self._announce(f"live page: {journal.metrics.where}")
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
         cleanup.callback(decoders.end)

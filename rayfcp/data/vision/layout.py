@@ -128,8 +128,7 @@ def clear_pieces(length: int, spans: Sequence[Range], *, max_seqlen: int, split:
 
 
 class ImageIndex:
-    """Images of all rows of prepared shards, without their pixels. `num_too_long`: rows that lost an image since it is
-    longer than a sample may be."""
+    """Images of all rows of prepared shards, without their pixels."""
 
     def __init__(self, readers: Sequence[ShardReader]) -> None:
         self._items, self._runs = [], []
@@ -137,7 +136,6 @@ class ImageIndex:
             batches = reader.record_batches(("items", "runs"))
             self._items.append(pa.concat_arrays([batch.column("items") for batch in batches]))
             self._runs.append(pa.concat_arrays([batch.column("runs") for batch in batches]))
-        self.num_too_long = 0
 
     @property
     def has_any(self) -> bool:
@@ -151,21 +149,22 @@ class ImageIndex:
 
     def around_images(
         self, shard: int, ranges: RowRanges, *, long_rows: Integers, lengths: Any, max_seqlen: int, split: bool
-    ) -> RowRanges:
-        """`ranges`, with those of `long_rows` that have images computed anew so that no image or video is cut. Counts
-        rows in `num_too_long` of which an item is longer than a sample may be, so that it and the rest are lost.
-        `lengths`: tokens by row."""
+    ) -> tuple[RowRanges, int]:
+        """Return `ranges`, with those of `long_rows` that have images computed anew so that no image or video is cut,
+        and the number of tokens that are lost because an item is longer than a sample may be: it and the rest of its
+        row, or the whole row if nothing of it is left. `lengths`: tokens by row."""
         found: list[tuple[int, int, int]] = []
-        again = []
+        again, num_lost = [], 0
         for row in long_rows.tolist():
             spans = [(item.start, item.stop) for item in items_of(self._items[shard][row].values.to_numpy())]
             if spans:
-                pieces, covered = clear_pieces(int(lengths[row]), spans, max_seqlen=max_seqlen, split=split)
+                length = int(lengths[row])
+                pieces, covered = clear_pieces(length, spans, max_seqlen=max_seqlen, split=split)
                 found += [(row, *piece) for piece in pieces]
                 again.append(row)
-                self.num_too_long += covered < lengths[row] if split else not pieces
+                num_lost += length - covered if split else 0 if pieces else length
         kept = ~np.isin(ranges.rows, again)
         old = np.stack([ranges.rows[kept], ranges.starts[kept], ranges.stops[kept]], axis=1)
         both = np.concatenate([old, np.array(found, dtype=np.int64).reshape(-1, 3)])
         rows, starts, stops = both[np.lexsort((both[:, 1], both[:, 0]))].T
-        return RowRanges(rows=rows, starts=starts, stops=stops)
+        return RowRanges(rows=rows, starts=starts, stops=stops), num_lost

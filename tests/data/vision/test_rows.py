@@ -226,7 +226,7 @@ def test_long_rows_end_before_an_image(tmp_path: Path, qwen: ImageTokenizer) -> 
         assert index.sample(0).num_tokens == run.start
         assert index.sample(0).images == ()
         if limit < second.images[0].stop:
-            assert index.counts["picture_too_long"] == 1  # only one token stands before its image
+            assert index.balance.skipped["picture_too_long"] == 1  # only one token stands before its image
             assert len(index) == 1
     split = LengthIndex.open(made.folder, max_seqlen=first.num_tokens - 1, long_sequences="split")
     assert sum(len(sample.images) for sample in split.samples(range(len(split)))) == 2
