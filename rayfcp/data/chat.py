@@ -5,8 +5,9 @@ what the assistant wrote: between the template's marks `{% generation %}`, or, w
 conversation up to a turn with the generation prompt and the conversation with that turn.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
@@ -19,11 +20,13 @@ import numpy.typing as npt
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.messages import Chat, read_chat
-from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row
+from rayfcp.data.account import ReadAccount
+from rayfcp.data.messages import Chat, Message, read_chat
+from rayfcp.data.rendered import RenderedCheck, Sample
+from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row, printable
 from rayfcp.data.tokenizer import SpannedTokens, Tokenizer, tokenizer_of
 
-RULES = 1
+RULES = 2
 """Part of fingerprints: raised when the tokens or labels of some row change."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -43,10 +46,12 @@ class Span(NamedTuple):
 
 
 class ChatEncoder:
-    """Encodes rows by the tokenizer's chat template, or that of `data.chat_template`, and `data.loss_on`."""
+    """Encodes rows by the tokenizer's chat template, or that of `data.chat_template`, and `data.loss_on`. What is left
+    out of rows is counted in `account`."""
 
-    def __init__(self, data: DataConfig) -> None:
+    def __init__(self, data: DataConfig, *, account: ReadAccount | None = None) -> None:
         self._data = data
+        self._account = ReadAccount() if account is None else account
 
     def __call__(self, record: Mapping[str, Any]) -> list[TokenRow]:
         """The row's samples: one, or several where the template changes earlier turns as a conversation goes on, so
@@ -56,6 +61,7 @@ class ChatEncoder:
             BadRowError: Anything in it cannot be used, or no token would enter the loss.
         """
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+            check_texts_alone(record, what="a prompt and a completion of text")
             samples = [self._completion(record["prompt"], record["completion"])]
         else:
             samples = self._conversation(read_chat(record))
@@ -68,6 +74,21 @@ class ChatEncoder:
     @cached_property
     def _template(self) -> str | None:
         return template_text(self._data)
+
+    @cached_property
+    def _label(self) -> str:
+        return self._data.chat_template or f"of {self._tokenizer.name}"
+
+    @cached_property
+    def _rendered_check(self) -> RenderedCheck:
+        return RenderedCheck(label=self._label)
+
+    @cached_property
+    def _end_ids(self) -> npt.NDArray[np.int64]:
+        """Tokens that may end a turn: the end token, and all other special ones."""
+        library: Any = self._tokenizer.library
+        added = {number for number, token in library.added_tokens_decoder.items() if token.special}
+        return np.array(sorted({*added, *library.all_special_ids}), dtype=np.int64)
 
     def _completion(self, prompt: str, completion: str) -> TokenRow:
         if not completion:
@@ -82,23 +103,54 @@ class ChatEncoder:
 
     def _conversation(self, chat: Chat) -> list[TokenRow]:
         template = self._chosen(chat)
-        render = partial(self._rendered, chat, template=_dated(template))
-        if self._data.loss_on == "all":
-            return [make_row(self._tokens(render(), is_document=False).ids)]
         trained = chat.trained
         if self._data.loss_on == "last_assistant":
             trained = tuple(number for number in trained if number == chat.turns[-1])
-        if not trained:
+        if not trained and self._data.loss_on != "all":
             raise BadRowError(BadReason.NO_TARGETS, "no message of the assistant enters the loss")
-        if _MARKS.search(template):
-            texts = [(render(), self._marked(chat, trained, template=template))]
-        else:
-            texts = _by_turns(trained, render=render)
-        return [self._sample(text, spans) for text, spans in texts]
+        texts = self._rendered_texts(chat, trained, template=template)
+        render = partial(self._text_of, template=_dated(template))
+        rows = []
+        for sample, spans in texts:
+            self._rendered_check.check(chat, sample, template=template, render=render)
+            rows.append(self._sample(sample.text, spans))
+        for name in self._rendered_check.unused_keys(chat, template=template, render=render):
+            self._account.count("ignored_columns", printable(name))
+        if texts[-1][0].stop < len(chat.messages):
+            self._account.count("ignored_columns", "messages after the last trained turn")
+        return rows
 
-    def _sample(self, text: str, spans: list[Span]) -> TokenRow:
+    def _rendered_texts(
+        self, chat: Chat, trained: tuple[int, ...], *, template: str
+    ) -> list[tuple[Sample, list[Span] | None]]:
+        """Texts of the conversation, each with the places of the turns that it trains, or None if it trains all."""
+        render = partial(self._rendered, chat, template=_dated(template))
+        last = len(chat.messages)
+        if self._data.loss_on == "all":
+            return [
+                (Sample(render(), stop=last, turns=chat.turns[-1:] if chat.turns[-1:] == (last - 1,) else ()), None)
+            ]
+        if _MARKS.search(template):
+            return [(Sample(render(), stop=last, turns=trained), self._marked(chat, trained, template=template))]
+        return _by_turns(trained, render=render)
+
+    def _sample(self, text: str, spans: list[Span] | None) -> TokenRow:
         tokens = self._tokens(text, is_document=False)
-        return labelled(tokens.ids, trained_tokens(tokens, text=text, spans=spans))
+        row = (
+            make_row(tokens.ids)
+            if spans is None
+            else labelled(tokens.ids, trained_tokens(tokens, text=text, spans=spans))
+        )
+        without_end = self._without_end(tokens, text=text, spans=[Span(0, len(text))] if spans is None else spans)
+        if without_end:
+            self._account.count("without_end", self._label, by=without_end)
+        return row
+
+    def _without_end(self, tokens: SpannedTokens, *, text: str, spans: list[Span]) -> int:
+        """Number of turns whose last token that is no white space is none that ends a turn."""
+        ends = [len(text[: span.stop].rstrip()) for span in spans]
+        last = np.searchsorted(tokens.stops, ends)
+        return int(np.count_nonzero(~np.isin(tokens.ids[np.minimum(last, tokens.ids.size - 1)], self._end_ids)))
 
     def _tokens(self, text: str, *, is_document: bool) -> SpannedTokens:
         try:
@@ -120,12 +172,22 @@ class ChatEncoder:
 
     def _rendered(self, chat: Chat, stop: int | None = None, *, template: str, prompt: bool = False) -> str:
         """The text of the messages before `stop`, with the generation prompt after it if `prompt`."""
+        return self._text_of(chat.messages[:stop], chat.tools, template=template, prompt=prompt)
+
+    def _text_of(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        template: str,
+        prompt: bool = False,
+    ) -> str:
         library: Any = self._tokenizer.library
         try:
             return str(
                 library.apply_chat_template(
-                    list(chat.messages[:stop]),
-                    tools=list(chat.tools) if chat.tools else None,
+                    list(messages),
+                    tools=list(tools) if tools else None,
                     chat_template=template,
                     add_generation_prompt=prompt,
                     tokenize=False,
@@ -150,31 +212,65 @@ class ChatEncoder:
                 BadReason.MARKS_MISMATCH, "the chat template changes its text by what stands between generation marks"
             )
         spans = list(map(Span, places[:-1:2], places[1::2]))
-        if trained == chat.turns:
+        if trained == chat.turns and len(spans) >= len(trained):
             return spans
         if len(spans) != len(chat.turns):
             raise BadRowError(
                 BadReason.MARKS_MISMATCH,
-                f"the chat template marks {len(spans)} places for {len(chat.turns)} turns, of which some are left out",
+                f"the chat template marks {len(spans)} places for {len(chat.turns)} turns, {len(trained)} of them trained",
             )
         return [span for span, turn in zip(spans, chat.turns, strict=True) if turn in trained]
 
 
+def check_texts_alone(record: Mapping[str, Any], *, what: str) -> None:
+    """
+    Raises:
+        BadRowError: The row has a system message or tools, which nothing renders beside texts.
+    """
+    if name := next((name for name in ("system", "tools") if record.get(name)), None):
+        raise BadRowError(BadReason.UNUSED_COLUMN, f"{name} beside {what} has no place there: give lists of messages")
+
+
 def template_text(data: DataConfig) -> str | None:
-    """The template of `data.chat_template`, None if it is not set.
+    """The template of `data.chat_template`, None if it is not set: of a file with a template, of a file with JSON that
+    has it in the key `chat_template`, or of the tokenizer by name.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, or is something else.
     """
-    if data.chat_template is None:
+    name = data.chat_template
+    if name is None:
         return None
+    own = getattr(tokenizer_of(data).library, "chat_template", None)
+    named: Mapping[str, str] = own if isinstance(own, Mapping) else {}
+    if name in named and not Path(name).exists():
+        return named[name]
     try:
-        return Path(data.chat_template).read_text(encoding="utf-8")
+        text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        names = f", or one of the tokenizer's templates ({', '.join(named)})" if named else ""
         raise ConfigError(
-            f"data.chat_template is {data.chat_template!r}, which cannot be read: {error}; give a file with a Jinja "
-            "template"
+            f"data.chat_template is {name!r}, which cannot be read: {error}; give a file with a Jinja template{names}"
         ) from error
+    found = _template_in(text)
+    if found is None:
+        raise ConfigError(
+            f"data.chat_template is {name!r}, must hold a Jinja template, or JSON with one in its key chat_template; "
+            "give such a file"
+        )
+    return found
+
+
+def _template_in(text: str) -> str | None:
+    """The template that a file holds; None if there is none."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = {"chat_template": text}
+    found = values.get("chat_template") if isinstance(values, dict) else None
+    if not isinstance(found, str) or not re.search(r"\{[{%]", found):
+        return None
+    return None if re.match(r"\s*<(!doctype|html)\b", found, flags=re.IGNORECASE) else found
 
 
 def without_marks(template: str) -> str:
@@ -212,7 +308,7 @@ def _dated(template: str) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
-def _by_turns(trained: tuple[int, ...], *, render: Any) -> list[tuple[str, list[Span]]]:
+def _by_turns(trained: tuple[int, ...], *, render: Any) -> list[tuple[Sample, list[Span] | None]]:
     """Texts in which each trained turn stands once, as it follows its generation prompt, and where.
 
     The conversation up to the last turn is a text. Turns that stand differently in it (models for reasoning drop
@@ -232,13 +328,13 @@ def _by_turns(trained: tuple[int, ...], *, render: Any) -> list[tuple[str, list[
                 "template with generation marks",
             )
         spans[turn] = Span(len(before), len(ends[turn]))
-    texts = []
-    left = list(trained)
+    texts: list[tuple[Sample, list[Span] | None]] = []
+    left = trained
     while left:
         text = ends[left[-1]]
-        inside = [turn for turn in left if text.startswith(ends[turn])]
-        texts.append((text, [spans[turn] for turn in inside]))
-        left = [turn for turn in left if turn not in inside]
+        inside = tuple(turn for turn in left if text.startswith(ends[turn]))
+        texts.append((Sample(text, stop=left[-1] + 1, turns=inside), [spans[turn] for turn in inside]))
+        left = tuple(turn for turn in left if turn not in inside)
     return texts[::-1]
 
 

@@ -7,21 +7,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.data.account import ReadAccount
+from rayfcp.data.masks import MASK_COLUMNS
+from rayfcp.data.messages import Forms
+from rayfcp.data.pretokenized import cut_row
 from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, TokenRow, largest_id, make_row
 
-DISTILLED_COLUMNS = ("input_ids", "labels", *TEACHER_COLUMNS)
+_NEEDED = ("input_ids", *TEACHER_COLUMNS)
+DISTILLED_FORMS: Forms = ((_NEEDED, ("labels", *MASK_COLUMNS)),)
 
 
-def distilled_rows(record: Mapping[str, Any]) -> list[TokenRow]:
-    """The one row of a record of `DISTILLED_COLUMNS`, which may lack labels. The teacher's columns are lists `[tokens]`
-    of lists of one length, or arrays `[tokens, words]`; logits that differ by a constant at a position mean the same.
+def distilled_rows(record: Mapping[str, Any], *, account: ReadAccount) -> list[TokenRow]:
+    """The samples of a record of `DISTILLED_FORMS`: its documents, without padding.
+    The teacher's columns are lists `[tokens]` of lists of one length, or arrays `[tokens, words]`; logits that differ
+    by a constant at a position mean the same.
 
     Raises:
-        BadRowError: As `make_row`; no column of the teacher, other shapes, no numbers, or such that are not finite.
+        BadRowError: As `token_rows`; other shapes, no numbers, or such that are not finite.
     """
-    missing = [name for name in DISTILLED_COLUMNS if name != "labels" and name not in record]
-    if missing:
-        raise BadRowError(BadReason.MISSING_COLUMN, f"no {missing[0]}, which rows for distillation have")
     row = make_row(record["input_ids"], labels=record.get("labels"))
     words, logits = (_table(record[name], column=name) for name in TEACHER_COLUMNS)
     if words.dtype.kind not in "iu":
@@ -34,7 +37,8 @@ def distilled_rows(record: Mapping[str, Any]) -> list[TokenRow]:
         logits = logits.astype(np.float32)
     if not np.isfinite(logits).all():
         raise BadRowError(BadReason.NOT_FINITE, "teacher_logits must be finite; leave words without probability out")
-    return [replace(row, max_token_id=largest, teacher=(words.astype(np.int32), logits))]
+    whole = replace(row, max_token_id=largest, teacher=(words.astype(np.int32), logits))
+    return cut_row(whole, masks={name: record[name] for name in MASK_COLUMNS if name in record}, account=account)
 
 
 def _named(*tables: npt.NDArray[Any]) -> list[tuple[str, npt.NDArray[Any]]]:

@@ -1,7 +1,8 @@
-"""Conversations of rows in one form: OpenAI's `messages`, ShareGPT's `conversations`, prompt and completion."""
+"""Conversations of rows in one form: OpenAI's `messages`, ShareGPT's `conversations`, prompt and completion, Alpaca's
+instruction and output."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,23 @@ from rayfcp.data.rows import BadReason, BadRowError
 
 Message = dict[str, Any]
 
-CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
-"""Columns of rows with conversations, read where a row has neither tokens nor a text."""
+_BESIDE = ("tools", "system")
+Forms = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""Columns that rows of a form must have, with those that it reads beside them; a row is read by its first form."""
+CHAT_FORMS: Forms = (
+    (("messages",), _BESIDE),
+    (("conversations",), _BESIDE),
+    (("prompt", "completion"), _BESIDE),
+    (("instruction", "output"), ("input", "history", *_BESIDE)),
+)
+"""Columns that make a row a conversation."""
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's thoughts, which templates name differently."""
+KNOWN_KEYS = frozenset(("role", "content", "tool_calls", "name", "tools", *REASONING_KEYS))
+"""Keys of messages that a template must render; others may be left out."""
+_LOSS_KEYS = ("weight", "train", "loss")
+"""Keys that are 0 or false in a message of the assistant that is not trained."""
 
 _ROLES = {
     "human": "user",
@@ -22,6 +38,7 @@ _ROLES = {
     "function_call": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "function": "tool",
 }
 """ShareGPT's names of roles, by that of chat templates; others are the same."""
 
@@ -29,11 +46,13 @@ _ROLES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """Messages as chat templates take them, and the functions that the assistant may call. `trained`: the numbers of
-    the assistant's messages that may enter the loss, ascending."""
+    the assistant's messages that may enter the loss, ascending. `left_out`: names of keys whose values no message has
+    any more."""
 
     messages: tuple[Message, ...]
     trained: tuple[int, ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -41,43 +60,83 @@ class Chat:
         return tuple(number for number, message in enumerate(self.messages) if message["role"] == "assistant")
 
 
-def has_chat(record: Mapping[str, Any]) -> bool:
-    """True if the row has a conversation, or a prompt and its completion."""
-    has = {name for name in CHAT_COLUMNS if record.get(name) is not None}
-    return bool(has & {"messages", "conversations"}) or {"prompt", "completion"} <= has
-
-
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """The conversation of a row.
+    """The conversation of a row, which has one of `CHAT_FORMS`.
 
     Of `prompt` and `completion`, which are lists of messages here, only the completion's messages are trained. A
-    message with `weight: 0` or `train: false` is not.
+    message with `weight: 0`, `train: false` or `loss: false` is not. `system` becomes the first message.
 
     Raises:
         BadRowError: Messages, their weights or the tools are not what they should be.
     """
-    given = record.get("messages")
-    given = record.get("conversations") if given is None else given
-    prompt = [] if given is not None else _listed(record.get("prompt"), name="prompt")
-    rest = _listed(record.get("completion") if given is None else given, name="messages")
-    messages = tuple(map(_message, [*prompt, *rest]))
-    if record.get("conversations") is not None and isinstance(record.get("system"), str) and record["system"]:
-        messages, prompt = ({"role": "system", "content": record["system"]}, *messages), [None, *prompt]
+    prompt, rest = _parts(record)
+    prompt, rest = _with_system(record.get("system"), prompt=prompt, rest=rest)
+    given = [*prompt, *rest]
+    messages = tuple(map(_message, given))
     if not messages:
         raise BadRowError(BadReason.EMPTY)
-    originals = [*prompt, *rest]
     trained = [
         number
         for number, message in enumerate(messages)
-        if message["role"] == "assistant" and number >= len(prompt) and _is_trained(originals[number], number)
+        if message["role"] == "assistant" and number >= len(prompt) and _is_trained(given[number], number)
     ]
-    return Chat(messages=messages, trained=tuple(trained), tools=_tools(record.get("tools")))
+    left_out = {f"messages.content.{key}" for each in given for key in _keys_of_parts(each)}
+    return Chat(
+        messages=messages, trained=tuple(trained), tools=_tools(record.get("tools")), left_out=tuple(sorted(left_out))
+    )
 
 
 def role_of(given: Any) -> str | None:
     """The role of a message as chat templates name it; None if it has none."""
     role = (given.get("role") or given.get("from")) if isinstance(given, Mapping) else None
     return _ROLES.get(role, role) if isinstance(role, str) else None
+
+
+def instructed(record: Mapping[str, Any]) -> list[Any]:
+    """Return the messages before the answer of an Alpaca row: its history, then instruction and input, a line each.
+
+    Raises:
+        BadRowError: They are not texts.
+    """
+    history: list[Any] = []
+    for pair in _listed(record.get("history") or [], name="history"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise _bad("history must be a list of pairs of texts, a question and its answer")
+        history += [_said(role, text, name="history") for role, text in zip(("user", "assistant"), pair, strict=True)]
+    texts = [record[name] for name in ("instruction", "input") if record.get(name)]
+    if not all(isinstance(text, str) for text in texts):
+        raise _bad("instruction and input must be text")
+    return [*history, _said("user", "\n".join(texts), name="instruction")]
+
+
+def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Messages that are not trained, and the others."""
+    for name in ("messages", "conversations"):
+        if record.get(name) is not None:
+            return [], _listed(record[name], name=name)
+    if record.get("instruction") is not None:
+        answer = _said("assistant", record.get("output"), name="output")
+        return [], [*instructed(record), answer]
+    return _listed(record.get("prompt"), name="prompt"), _listed(record.get("completion"), name="completion")
+
+
+def _said(role: str, text: Any, *, name: str) -> Message:
+    if not isinstance(text, str):
+        raise _bad(f"{name} must be text, is {type(text).__name__}")
+    return {"role": role, "content": text}
+
+
+def _with_system(system: Any, *, prompt: list[Any], rest: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The messages after the one of the column `system`, which may repeat the first."""
+    if not system:
+        return prompt, rest
+    message = _message(_said("system", system, name="system"))
+    first = next(iter([*prompt, *rest]), None)
+    if role_of(first) == "system":
+        if _message(first)["content"].strip() != system.strip():
+            raise _bad("the column system and the first message are two system messages; leave one out")
+        return prompt, rest
+    return ([message, *prompt], rest) if prompt else (prompt, [message, *rest])
 
 
 def _listed(value: Any, *, name: str) -> list[Any]:
@@ -91,42 +150,65 @@ def _bad(detail: str) -> BadRowError:
 
 
 def _is_trained(message: Mapping[str, Any], number: int) -> bool:
-    for name in ("weight", "train"):
+    is_trained = True
+    for name in _LOSS_KEYS:
         value = message.get(name)
         if value is not None and value not in (0, 1):
             raise BadRowError(BadReason.BAD_WEIGHT, f"{name} of message {number} is {value!r}, must be 0 or 1")
-        if value is not None and not value:
-            return False
-    return True
+        is_trained &= value is None or bool(value)
+    return is_trained
 
 
 def _message(given: Any) -> Message:
-    """The message with role and content, of OpenAI's or ShareGPT's keys."""
+    """The message with role and content, of OpenAI's or ShareGPT's keys, without keys that have no value."""
     if not isinstance(given, Mapping):
         raise _bad("messages must be objects with role and content, or with from and value")
+    message = {
+        name: value
+        for name, value in given.items()
+        if name not in _LOSS_KEYS and value is not None and not (isinstance(value, list | dict) and not value)
+    }
     if "role" not in given and "from" in given:
-        return _of_sharegpt(given)
-    role = given.get("role")
+        message = _of_sharegpt(given, message)
+    role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _bad("a message has no role")
-    message = {name: value for name, value in given.items() if name not in ("weight", "train") and value is not None}
+    if role != "assistant" and "content" not in message and (others := sorted(message.keys() - _WITHOUT_TEXT)):
+        raise _bad(f"a message of {role} has no content, but {', '.join(others[:4])}")
+    message["role"] = "tool" if role == "function" else role
     message["content"] = _content(message.get("content"))
-    if "tool_calls" in message:
-        message["tool_calls"] = [_call(call) for call in _listed(message["tool_calls"], name="tool_calls")]
-    if not message["content"] and role == "assistant" and not message.keys() - {"role", "content"}:
+    if calls := _calls(message):
+        message["tool_calls"] = calls
+    has_text = any(_has_text(message.get(name)) for name in ("content", *REASONING_KEYS))
+    if role == "assistant" and not has_text and not calls:
         raise _bad("a message of the assistant is empty")
     return message
 
 
-def _of_sharegpt(given: Mapping[str, Any]) -> Message:
-    role, value = given.get("from"), given.get("value")
-    if not isinstance(role, str) or not isinstance(value, str):
+_WITHOUT_TEXT = frozenset(("role", "name", "tool_call_id", "tools"))
+"""Keys that do not hold the text of a message under another name."""
+
+
+def _has_text(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else bool(value)
+
+
+def _calls(message: Message) -> list[Message]:
+    """The calls of a message; takes OpenAI's old form of one out of it."""
+    calls = _listed(message.pop("tool_calls", []), name="tool_calls")
+    if call := message.pop("function_call", None):
+        calls = [*calls, call]
+    return [_call(call) for call in calls]
+
+
+def _of_sharegpt(given: Mapping[str, Any], message: Message) -> Message:
+    role, value = message.pop("from", None), message.pop("value", "")
+    if not isinstance(role, str) or not isinstance(given.get("value"), str):
         raise _bad("from and value of a message must be text")
     if role != "function_call":
-        return _message({"role": _ROLES.get(role, role), "content": value})
+        return {**message, "role": _ROLES.get(role, role), "content": value}
     calls = _parsed(value, name="a function_call")
-    calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "content": "", "tool_calls": [_call(call) for call in calls]}
+    return {**message, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def _content(value: Any) -> str:
@@ -137,6 +219,14 @@ def _content(value: Any) -> str:
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise _bad("parts of a content must be of type text; rows with images need data.processor")
     return "".join(part["text"] for part in parts)
+
+
+def _keys_of_parts(given: Mapping[str, Any]) -> set[str]:
+    """Keys with values of the parts of a content that are neither its type nor its text."""
+    content = given.get("content")
+    if not isinstance(content, list | tuple):
+        return set()
+    return {str(key) for part in content for key, value in part.items() if key not in ("type", "text") and value}
 
 
 def _call(given: Any) -> Message:
@@ -168,3 +258,33 @@ def _parsed(text: str, *, name: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _bad(f"{name} must be JSON: {error}") from error
+
+
+def keys_beside(messages: Sequence[Message]) -> set[str]:
+    """Return the keys of messages, and of calls in them, that are not among those that templates must render."""
+    found = {f"messages.{key}" for message in messages for key in message.keys() - KNOWN_KEYS}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            found |= {f"messages.tool_calls.{key}" for key in call.keys() - _CALL_KEYS}
+            found |= {f"messages.tool_calls.function.{key}" for key in call["function"].keys() - _FUNCTION_KEYS}
+    return found
+
+
+_CALL_KEYS, _FUNCTION_KEYS = frozenset(("type", "function")), frozenset(("name", "arguments"))
+
+
+def without_keys(messages: Sequence[Message], names: set[str]) -> list[Message]:
+    """Return the messages without the keys of these names, as `keys_beside` gives them."""
+
+    def kept(values: Mapping[str, Any], path: str) -> Message:
+        return {key: value for key, value in values.items() if f"{path}.{key}" not in names}
+
+    found = []
+    for message in messages:
+        own = kept(message, "messages")
+        if "tool_calls" in own:
+            calls = [kept(call, "messages.tool_calls") for call in own["tool_calls"]]
+            path = "messages.tool_calls.function"
+            own["tool_calls"] = [{**call, "function": kept(call["function"], path)} for call in calls]
+        found.append(own)
+    return found

@@ -11,12 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from rayfcp.data.chat import ChatEncoder, labelled
-from rayfcp.data.messages import read_chat, role_of
+from rayfcp.data.chat import ChatEncoder, check_texts_alone, labelled
+from rayfcp.data.messages import Forms, instructed, read_chat, role_of
 from rayfcp.data.rows import BadReason, BadRowError, TokenRow
 
-PAIR_COLUMNS = ("chosen", "rejected", "prompt", "tools", "system")
-"""Columns of rows with pairs; all others are left alone."""
+_ANSWERS, _BESIDE = ("chosen", "rejected"), ("prompt", "tools", "system")
+PAIR_FORMS: Forms = (
+    ((*_ANSWERS, "prompt"), _BESIDE),
+    ((*_ANSWERS, "instruction"), ("input", "history", *_BESIDE)),
+    (_ANSWERS, _BESIDE),
+)
+"""Columns of rows with pairs, see `CHAT_FORMS`; the prompt may be an Alpaca row's instruction."""
 
 
 class PairEncoder(ChatEncoder):
@@ -28,10 +33,11 @@ class PairEncoder(ChatEncoder):
         Raises:
             BadRowError: Anything in the row cannot be used, or the two are the same.
         """
-        answers = [_answer(record, name) for name in ("chosen", "rejected")]
+        answers = [_answer(record, name) for name in _ANSWERS]
         texts = [answer for answer in answers if isinstance(answer, str)]
         prompt = record.get("prompt")
-        if len(texts) == 2 and isinstance(prompt, str | None):
+        if len(texts) == 2 and isinstance(prompt, str | None) and not record.get("instruction"):
+            check_texts_alone(record, what="answers of text")
             chosen, rejected = self._texts(prompt, texts)
         else:
             chosen, rejected = (self._turns(record, *parts) for parts in _conversations(record, answers))
@@ -51,7 +57,8 @@ class PairEncoder(ChatEncoder):
         return [labelled(ids, np.arange(ids.size) >= shared) for ids in (chosen, rejected)]
 
     def _turns(self, record: Mapping[str, Any], prompt: list[Any], answer: list[Any]) -> TokenRow:
-        samples = self._conversation(read_chat({"prompt": prompt, "completion": answer, "tools": record.get("tools")}))
+        beside = {name: record.get(name) for name in ("tools", "system")}
+        samples = self._conversation(read_chat({"prompt": prompt, "completion": answer, **beside}))
         if len(samples) > 1:
             raise BadRowError(
                 BadReason.PROMPT_MISMATCH,
@@ -77,24 +84,40 @@ def _answer(record: Mapping[str, Any], name: str) -> str | list[Any]:
 def _conversations(record: Mapping[str, Any], answers: Sequence[str | list[Any]]) -> list[tuple[list[Any], list[Any]]]:
     """Messages of the prompt, and of each answer to it.
 
-    Conversations that do not begin with the assistant have their prompt in them, whether a text or messages beside them
-    repeat it or not. A text beside messages is a message: the user's as a prompt, the assistant's as an answer.
+    Conversations that do not begin with the assistant have their prompt in them, and a prompt beside them must repeat
+    it, but for a system message of its own. A text beside messages is a message: the user's as a prompt, the
+    assistant's as an answer.
+
+    Raises:
+        BadRowError: There is no prompt, or two that differ.
     """
-    prompt, system = record.get("prompt"), record.get("system")
+    prompt = record.get("prompt")
     chosen, rejected = (_messages(answer, role="assistant") for answer in answers)
-    before = [] if prompt is None else _messages(prompt, role="user")
-    if isinstance(prompt, str):
-        repeats = "assistant" not in (role_of(chosen[0]), role_of(rejected[0]))
+    shared = _num_shared(chosen, rejected)
+    if record.get("instruction") and prompt is None:
+        before = instructed(record)
     else:
-        repeats = chosen[: len(before)] == before == rejected[: len(before)]
-    if repeats:
-        shared = _num_shared(chosen, rejected)
-        before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        before = [] if prompt is None else _messages(prompt, role="user")
+    is_system = bool(before) and role_of(before[0]) == "system"
+    first, rest = before[:is_system], before[is_system:]
+    if isinstance(prompt, str):
+        is_repeated = any(_text_of(each).strip() == prompt.strip() for each in chosen[:shared])
+    else:
+        is_repeated = rest == chosen[: min(len(rest), shared)]
+    if before == chosen[: min(len(before), shared)]:
+        first, is_repeated = [], True
+    if is_repeated:
+        before, chosen, rejected = [*first, *chosen[:shared]], chosen[shared:], rejected[shared:]
+    elif not {"user", "system"}.isdisjoint((role_of(chosen[0]), role_of(rejected[0]))):
+        raise BadRowError(BadReason.PROMPT_MISMATCH, "an answer has a prompt of its own, which differs from the other")
     if not before:
         raise _no_prompt()
-    if isinstance(system, str) and system:
-        before = [{"role": "system", "content": system}, *before]
     return [(before, chosen), (before, rejected)]
+
+
+def _text_of(message: Any) -> str:
+    content = (message.get("content") or message.get("value")) if isinstance(message, Mapping) else None
+    return content if isinstance(content, str) else ""
 
 
 def _messages(value: Any, *, role: str) -> list[Any]:

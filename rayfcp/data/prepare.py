@@ -18,7 +18,7 @@ from rayfcp.config.data import DataConfig, SourceConfig
 from rayfcp.data.account import ReadAccount
 from rayfcp.data.balance import Balance
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
-from rayfcp.data.distilled import DISTILLED_COLUMNS, distilled_rows
+from rayfcp.data.distilled import DISTILLED_FORMS, distilled_rows
 from rayfcp.data.index import read_balances
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
@@ -34,7 +34,7 @@ from rayfcp.data.manifest import (
     write_manifest,
     write_mixture,
 )
-from rayfcp.data.pairs import PAIR_COLUMNS, PairEncoder
+from rayfcp.data.pairs import PAIR_FORMS, PairEncoder
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
@@ -287,11 +287,11 @@ def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[[InputFile], 
     """Return what gives the samples of a file's rows, by the kind of rows."""
     read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, account=account)
     if data.rows == "pairs":
-        return partial(read, chat=PairEncoder(data), whole=PAIR_COLUMNS)
+        return partial(read, chat=PairEncoder(data, account=account), whole=PAIR_FORMS)
     if data.rows == "distilled":
-        return partial(read, chat=distilled_rows, whole=DISTILLED_COLUMNS)
+        return partial(read, chat=partial(distilled_rows, account=account), whole=DISTILLED_FORMS)
     if data.processor is None:
-        return partial(read, chat=ChatEncoder(data))
+        return partial(read, chat=ChatEncoder(data, account=account))
     from rayfcp.data.vision.processors import load_processor
     from rayfcp.data.vision.rows import RowEncoder
 

@@ -1,101 +1,29 @@
 """Rows of one input file, tokenised and checked."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rayfcp.data.account import ReadAccount
+from rayfcp.data.columns import LARGE_COLUMNS, RowColumns
 from rayfcp.data.formats import Record, TableColumns, read_records
-from rayfcp.data.messages import CHAT_COLUMNS, has_chat
-from rayfcp.data.rows import (
-    TEACHER_COLUMNS,
-    BadReason,
-    BadRow,
-    BadRowError,
-    RawRow,
-    TokenRow,
-    checked_text,
-    make_row,
-)
+from rayfcp.data.messages import Forms
+from rayfcp.data.pretokenized import token_rows
+from rayfcp.data.rows import BadRow, BadRowError, RawRow, TokenRow
 from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
-from rayfcp.data.tokenizer import Tokenizer
-
-_TOKEN_COLUMNS = ("input_ids", "labels")
-MEDIA_COLUMNS = ("messages", "images", "videos")
-"""Columns of rows with images, read if there is a `MediaEncoder`."""
+from rayfcp.data.tokenizer import TokenArray, Tokenizer
 
 _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 """Rows, and characters or tokens, that are tokenised in one call: enough for the tokenizer's threads."""
+
+_MAX_IGNORED = 200
+"""Names of ignored columns that are counted apart: rows may have names of their own each."""
 
 MediaEncoder = Callable[[Mapping[str, Any], str], TokenRow]
 """Encodes the media columns of a row of the file with this URL; raises BadRowError."""
 ChatCall = Callable[[Mapping[str, Any]], list[TokenRow]]
 """Encodes the columns of a row with a conversation; raises BadRowError."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowColumns:
-    """Columns to read beside `input_ids` and `labels`: a text, the media columns if `media`, and those of conversations
-    if `chat`. Or `whole`: these alone, which `chat` encodes together."""
-
-    text: str
-    media: bool = False
-    chat: bool = False
-    whole: tuple[str, ...] = ()
-
-    def choose(self, names: Sequence[str]) -> list[str]:
-        """Return the columns to read of a table.
-
-        Raises:
-            BadRowError: No row of it can be used.
-        """
-        known = self.whole or (
-            *_TOKEN_COLUMNS,
-            self.text,
-            *(MEDIA_COLUMNS if self.media else ()),
-            *(CHAT_COLUMNS if self.chat else ()),
-        )
-        chosen = [name for name in dict.fromkeys(known) if name in names]
-        has_form = has_chat(dict.fromkeys(chosen, True)) if self.chat and not self.whole else False
-        needed = self.whole or ("input_ids", self.text, *(MEDIA_COLUMNS if self.media else ()))
-        if not has_form and not set(needed).intersection(chosen):
-            raise self.missing()
-        return chosen
-
-    def row(self, record: Record) -> RawRow:
-        """Return the row of a record.
-
-        Raises:
-            BadRowError: It has no column that can be used.
-        """
-        row, values = record.row, record.values
-        if self.whole:
-            chat = {name: values[name] for name in self.whole if values.get(name) is not None}
-            if not chat:
-                raise self.missing()
-            return RawRow(row=row, chat=chat)
-        found = {name: values[name] for name in MEDIA_COLUMNS if values.get(name) is not None} if self.media else {}
-        media = {**found, "text": values.get(self.text)} if found else None
-        if values.get("input_ids") is not None:
-            return RawRow(row=row, tokens=values["input_ids"], labels=values.get("labels"), media=media)
-        if media is not None:
-            return RawRow(row=row, media=media)
-        text = values.get(self.text)
-        if self.chat and (isinstance(text, list) or (text is None and has_chat(values))):
-            chat = {name: values[name] for name in CHAT_COLUMNS if name in values}
-            return RawRow(row=row, chat=chat if text is None else {**chat, "messages": text})
-        if self.text not in values:
-            raise self.missing()
-        return RawRow(row=row, text=checked_text(text, name=self.text))
-
-    def missing(self) -> BadRowError:
-        """Return the error of a row without a column that can be used."""
-        if self.whole:
-            return BadRowError(BadReason.MISSING_COLUMN, f"none of {', '.join(self.whole)}")
-        others = ", messages, conversations nor prompt and completion" if self.chat else ""
-        return BadRowError(BadReason.MISSING_COLUMN, f"neither input_ids nor {self.text}{others}")
 
 
 def read_rows(
@@ -105,37 +33,34 @@ def read_rows(
     text_column: str,
     media: MediaEncoder | None = None,
     chat: ChatCall | None = None,
-    whole: tuple[str, ...] = (),
+    whole: Forms = (),
     account: ReadAccount | None = None,
 ) -> Iterator[TokenRow | BadRow]:
     """Yield every row of the file, tokenised and checked, or why it is skipped. Row numbers count from the piece's
-    start. With `whole`, `chat` encodes these columns of each row, and nothing else is read.
+    start. With `whole`, `chat` encodes rows of these forms, and nothing else is read.
 
-    A row with `input_ids` is used as it is, with its `labels` if present; with `media`, a row that has media columns is
-    encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the usual columns
-    is encoded. What is left out of a row is counted in `account`.
+    A row with `input_ids` is used as it is, with its `labels` and masks if present; with `media`, a row that has media
+    columns is encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the
+    usual columns is encoded. What is left out of rows that are used is counted in `account`.
 
     Raises:
         UnreadableFileError: The file cannot be read from here on.
     """
     account = ReadAccount() if account is None else account
+    columns = RowColumns(text=text_column, media=media is not None, chat=chat is not None, whole=whole)
+    encoder = _Encoder(url=file.url, tokenizer=tokenizer, media=media, chat=chat, account=account)
     pending: list[RawRow | BadRow] = []
     size = 0
-    columns = RowColumns(text=text_column, media=media is not None, chat=chat is not None, whole=whole)
-    encoded = partial(_encoded, file=file, tokenizer=tokenizer, media=media, chat=chat)
-    large = frozenset(TEACHER_COLUMNS) | (frozenset(MEDIA_COLUMNS) if media is not None else frozenset())
-    table_columns = TableColumns(text=text_column, choose=columns.choose, large=large)
+    table_columns = TableColumns(text=text_column, choose=columns.choose, large=LARGE_COLUMNS)
     broken: list[UnreadableFileError] = []
     for record in _until_broken(read_records(file, table_columns), broken):
-        raw = _raw(record, file=file, columns=columns)
-        for name in record.unread if isinstance(record, Record) else ():
-            account.count("ignored_columns", name)
+        raw = _raw(record, url=file.url, columns=columns)
         pending.append(raw)
         size += _size(raw)
         if len(pending) >= _BATCH_ROWS or size >= _BATCH_SIZE:
-            yield from encoded(pending)
+            yield from encoder.encoded(pending)
             pending, size = [], 0
-    yield from encoded(pending)
+    yield from encoder.encoded(pending)
     if broken:
         raise broken[0]
 
@@ -147,13 +72,13 @@ def _until_broken(records: Iterator[Record | BadRow], broken: list[UnreadableFil
         broken.append(error)
 
 
-def _raw(record: Record | BadRow, *, file: InputFile, columns: RowColumns) -> RawRow | BadRow:
+def _raw(record: Record | BadRow, *, url: str, columns: RowColumns) -> RawRow | BadRow:
     if isinstance(record, BadRow):
         return record
     try:
         return columns.row(record)
     except BadRowError as error:
-        return error.at(file.url, row=record.row)
+        return error.at(url, row=record.row)
 
 
 def _size(raw: RawRow | BadRow) -> int:
@@ -163,32 +88,42 @@ def _size(raw: RawRow | BadRow) -> int:
         return 0
     if raw.media is not None or raw.chat is not None:
         return _BATCH_SIZE
-    content = raw.tokens if raw.text is None else raw.text
+    content: Any = raw.tokens["input_ids"] if raw.tokens is not None else raw.text
     return len(content) if hasattr(content, "__len__") else 0
 
 
-def _encoded(
-    raws: list[RawRow | BadRow],
-    *,
-    file: InputFile,
-    tokenizer: Tokenizer,
-    media: MediaEncoder | None,
-    chat: ChatCall | None,
-) -> Iterator[TokenRow | BadRow]:
-    texts = [raw.text for raw in raws if isinstance(raw, RawRow) and raw.text is not None]
-    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
-    for raw in raws:
-        if isinstance(raw, BadRow):
-            yield raw
-            continue
-        try:
-            if raw.media is not None and media is not None:
-                if raw.tokens is not None:
-                    raise BadRowError(BadReason.WRONG_TYPE, "images beside input_ids, whose positions are unknown")
-                yield media(raw.media, file.url)
-            elif raw.chat is not None and chat is not None:
-                yield from chat(raw.chat)
-            else:
-                yield make_row(raw.tokens if raw.text is None else next(encoded), labels=raw.labels)
-        except BadRowError as error:
-            yield error.at(file.url, row=raw.row)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoder:
+    """Turns rows of the file at `url` into samples."""
+
+    url: str
+    tokenizer: Tokenizer
+    media: MediaEncoder | None
+    chat: ChatCall | None
+    account: ReadAccount
+
+    def encoded(self, raws: list[RawRow | BadRow]) -> Iterator[TokenRow | BadRow]:
+        """Yield the samples of each row, or why it is skipped; texts are tokenised together."""
+        texts = [raw.text for raw in raws if isinstance(raw, RawRow) and raw.text is not None]
+        encoded = iter(self.tokenizer.encode_batch(texts) if texts else [])
+        for raw in raws:
+            if isinstance(raw, BadRow):
+                yield raw
+                continue
+            text = next(encoded) if raw.text is not None else None
+            try:
+                samples = self._samples(raw, text=text)
+            except BadRowError as error:
+                yield error.at(self.url, row=raw.row)
+                continue
+            yield from samples
+            for name in raw.ignored:
+                is_known = name in self.account.ignored_columns or len(self.account.ignored_columns) < _MAX_IGNORED
+                self.account.count("ignored_columns", name if is_known else "others")
+
+    def _samples(self, raw: RawRow, *, text: TokenArray | None) -> list[TokenRow]:
+        if raw.media is not None and self.media is not None:
+            return [self.media(raw.media, self.url)]
+        if raw.chat is not None and self.chat is not None:
+            return self.chat(raw.chat)
+        return token_rows(raw.tokens or {"input_ids": text}, account=self.account)

@@ -60,6 +60,14 @@ class BadReason(StrEnum):
     EQUAL_ANSWERS = "equal_answers"
     TEACHER_MISMATCH = "teacher_mismatch"
     NOT_FINITE = "not_finite"
+    NOT_RENDERED = "not_rendered"
+    UNUSED_COLUMN = "unused_column"
+    NO_PROCESSOR = "no_processor"
+    MASK_MISMATCH = "mask_mismatch"
+    BAD_POSITIONS = "bad_positions"
+
+
+_DETAIL_LENGTH = 240
 
 
 class BadRowError(Exception):
@@ -70,7 +78,7 @@ class BadRowError(Exception):
         super().__init__(reason, detail)
         if isinstance(detail, Exception):
             detail = str(detail) or type(detail).__name__
-        self.reason, self.detail = reason, " ".join(detail.split())[:200]
+        self.reason, self.detail = reason, printable(" ".join(detail.split()))[:_DETAIL_LENGTH]
 
     def at(self, url: str, *, row: int, num_rows: int = 1) -> "BadRow":
         """Return the skipped row, or rows, of the file at `url`."""
@@ -94,16 +102,15 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """A row as its file has it: `text`, or `tokens` (list or integer array) with `labels` of the same kind or None.
-    `media`: values of the media columns, where they are read; they cannot be combined with tokens. `chat`: values of
-    the columns with a conversation, in a row without tokens and text."""
+    """A row as its file has it, in one of four forms: a text, or values by column: of tokens with their labels and
+    masks, of rows with images, or of a conversation. `ignored`: columns with values that the form does not use."""
 
     row: int
     text: str | None = None
-    tokens: Any = None
-    labels: Any = None
+    tokens: Mapping[str, Any] | None = None
     media: Mapping[str, Any] | None = None
     chat: Mapping[str, Any] | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,12 +176,12 @@ def test_spans_that_begin_with_dropped_spaces(tmp_path: Path) -> None:
 
 def test_a_span_that_ends_in_token_0(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A{% endgeneration %} hi "
-        "{% else %}U {% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %} hi "
+        "{% else %}{{ m.content }} {% endif %}{% endfor %}"
     )
     encode = encoder(words_folder(tmp_path, template))
-    roles = ("assistant", "user", "assistant")
-    (row,) = encode({"messages": [{"role": role, "content": "x"} for role in roles]})
+    turns = (("assistant", "A"), ("user", "U"), ("assistant", "A"))
+    (row,) = encode({"messages": [{"role": role, "content": text} for role, text in turns]})
     assert row.labels.tolist() == [0, -100, -100, 0, -100]
 
 
@@ -307,6 +307,7 @@ def test_no_token_that_begins_or_ends_a_text_stands_twice(folder_of: Callable[..
 
 
 USER, ANSWER = TALK[:2]
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 BAD: list[tuple[dict[str, Any], BadReason]] = [
     ({"messages": []}, BadReason.EMPTY),
     ({"messages": "hi"}, BadReason.BAD_MESSAGES),
@@ -347,8 +348,13 @@ def test_bad_rows_have_a_reason(folder_of: Callable[..., str], record: dict[str,
             "prompt_mismatch",
             "1",
         ),
-        ("{{ '' }}{% generation %}{% endgeneration %}x", BadReason.NO_TARGETS, "no token of an answer"),
-        ("{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}", "marks_mismatch", "changes"),
+        (EACH + 2 * "{% generation %}{% endgeneration %}", BadReason.NO_TARGETS, "no token of an answer"),
+        (f"{EACH}{{% generation %}}a{{% endgeneration %}}", "marks_mismatch", "marks 1 places for 2 turns"),
+        (
+            f"{EACH}{{% set x %}}{{% generation %}}a{{% endgeneration %}}{{% endset %}}{{{{ x | length }}}}",
+            "marks_mismatch",
+            "changes",
+        ),
     ],
 )
 def test_templates_that_do_not_fit(
@@ -370,11 +376,12 @@ def test_marks_that_are_not_one_a_turn_cannot_leave_a_turn_out(folder_of: Callab
 def test_templates_with_variables_and_a_date(folder_of: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "other.jinja"
     file.write_text(
-        "{{ kind }} {{ strftime_now('%d %b %Y, %H') }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
+        "{{ kind }} {{ strftime_now('%d %b %Y, %H') }} {{ messages[0].content }}"
+        "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     )
     keys = {"chat_template": str(file), "chat_template_kwargs": {"kind": "short"}}
     (row,) = encoder(folder_of(read("phi")), **keys)({"messages": TALK[:2]})
-    assert (text_of(row), learned(row)) == ("short 26 Jul 2024, 00two", "two")
+    assert (text_of(row), learned(row)) == ("short 26 Jul 2024, 00 onetwo", "two")
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".arrow", ".stream.arrow"])

@@ -97,7 +97,7 @@ SCHEMA = pa.schema(
 GOOD = {"input_ids": [1, 2], "teacher_words": [[3, 4], [5, 6]], "teacher_logits": [[0.5, 1], [2, -1]]}
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"teacher_words": None}, "missing_column", "no teacher_words, which rows for distillation have"),
+    ({"teacher_words": None}, "missing_column", "has columns input_ids, teacher_logits, no teacher_words"),
     ({"input_ids": None}, "missing_column", "no input_ids"),
     ({"input_ids": []}, "empty", ""),
     ({"labels": [1]}, "labels_mismatch", "1 labels for 2 tokens"),

@@ -95,7 +95,7 @@ def test_messages_in_all_shapes_give_one_pair(
     others = [
         {"chosen": prompt + chosen, "rejected": prompt + rejected},
         {"prompt": prompt, "chosen": prompt + chosen, "rejected": prompt + rejected},
-        {"prompt": "any", "chosen": prompt + chosen, "rejected": prompt + rejected},
+        {"prompt": prompt[-1]["content"], "chosen": prompt + chosen, "rejected": prompt + rejected},
         {"prompt": prompt, "chosen": chosen, "rejected": rejected[0]},
         {"prompt": prompt, "chosen": chosen, "rejected": "x"},
     ]
@@ -132,6 +132,7 @@ def test_everything_or_the_last_turn_may_enter_the_loss(folder_of: Callable[...,
     assert learned(chosen) == text_of(chosen)
 
 
+OTHER = {**USER, "content": "else"}
 BROKEN: list[tuple[dict[str, Any], BadReason]] = [
     ({"chosen": "ab"}, BadReason.MISSING_COLUMN),
     ({"chosen": "ab", "rejected": None}, BadReason.MISSING_COLUMN),
@@ -145,7 +146,14 @@ BROKEN: list[tuple[dict[str, Any], BadReason]] = [
     ({"chosen": "ab", "rejected": "cb"}, BadReason.NO_PROMPT),
     ({"chosen": [GOOD], "rejected": [BAD]}, BadReason.NO_PROMPT),
     ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, BadReason.NO_PROMPT),
-    ({"prompt": "any", "chosen": [USER, GOOD], "rejected": [{**USER, "content": "else"}, BAD]}, BadReason.NO_PROMPT),
+    ({"chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.NO_PROMPT),
+    ({"prompt": "any", "chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": "any", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": [OTHER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [USER, BAD]}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "be"}, BadReason.UNUSED_COLUMN),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": "[]"}, BadReason.UNUSED_COLUMN),
     ({"chosen": "a\ud800", "rejected": "ab"}, BadReason.NOT_UTF8),
     ({"prompt": [USER], "chosen": ["two"], "rejected": [BAD]}, BadReason.BAD_MESSAGES),
     ({"prompt": [USER], "chosen": [{"content": "two"}], "rejected": [BAD]}, BadReason.BAD_MESSAGES),
@@ -179,11 +187,10 @@ def test_answers_whose_turns_change_have_no_single_text(folder_of: Callable[...,
     template = CHANGING["thinking"].template
     with pytest.raises(BadRowError, match=r"changes earlier turns of the answer; set data\.loss_on to last"):
         encoder(folder_of(unmarked(template)))(record)
-    (chosen, _), (last, _) = (
-        encode(record)
-        for encode in (encoder(folder_of(template)), encoder(folder_of(unmarked(template)), loss_on="last_assistant"))
-    )
-    assert learned(chosen).endswith("three<|im_end|>") and "three" in learned(last) and "why" not in learned(last)
+    with pytest.raises(BadRowError, match=r"leaves out reasoning_content of message 1 \(assistant\)"):
+        encoder(folder_of(template))(record)  # marks make one text, which has no thought to learn
+    (last, _) = encoder(folder_of(unmarked(template)), loss_on="last_assistant")(record)
+    assert "three" in learned(last) and "why" not in learned(last)
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".arrow", ".stream.arrow"])
@@ -211,7 +218,7 @@ def test_rows_of_every_format(folder_of: Callable[..., str], tmp_path: Path, end
 
 def test_files_of_texts_have_no_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
-    with pytest.raises(ConfigError, match=r"bad \(missing_column 1\).*none of chosen, rejected"):
+    with pytest.raises(ConfigError, match=r"bad \(missing_column 1\).*no chosen and no rejected"):
         prepare_local(data_config(tmp_path, rows="pairs", max_bad_fraction=0.5), out_dir=str(tmp_path / ".out"))
 
 

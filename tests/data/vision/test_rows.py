@@ -121,7 +121,7 @@ def test_bad_images_are_counted_and_named(tmp_path: Path, qwen: ImageTokenizer) 
 def test_images_beside_ready_tokens_are_refused(tmp_path: Path, qwen: ImageTokenizer, kind: str) -> None:
     rows = {"input_ids": [[1, 2], [3, 4]], "images": [None, ["a.png"]]}
     made = prepared(tmp_path, qwen, rows, kind=kind)
-    assert (made.num_rows, made.bad_rows) == (1, {"wrong_type": 1})
+    assert (made.num_rows, made.bad_rows) == (1, {"unused_column": 1})
 
 
 @pytest.mark.parametrize("family", ["qwen", "intern"])

@@ -1,0 +1,165 @@
+"""What a row is: its form, by the columns that have values, and the columns that the form leaves out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from rayfcp.data.formats import Record
+from rayfcp.data.masks import MASK_COLUMNS, UNREAD_MASKS
+from rayfcp.data.messages import CHAT_FORMS, Forms
+from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, RawRow, checked_text, printable
+
+MEDIA_COLUMNS = ("messages", "images", "videos")
+"""Columns of rows with images, read if there is a `MediaEncoder`."""
+TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
+
+_OF_CONVERSATIONS = ("tools", "system")
+_PICTURES = ("images", "videos")
+LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
+"""Columns whose rows may hold megabytes each."""
+_NAMED_COLUMNS = 8
+"""Columns of a row that an error names."""
+
+
+class RowForm(NamedTuple):
+    """A form of rows: a row has it if it has values for all of `needs`. `uses`: further columns that it reads;
+    `refuses`: columns without a place in it, whose values must not be lost."""
+
+    kind: Literal["tokens", "text", "chat", "media"]
+    needs: tuple[str, ...]
+    uses: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.needs, *self.uses, *self.refuses)
+
+
+class _Choice(NamedTuple):
+    form: RowForm
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowColumns:
+    """Columns that rows are read from: tokens with their masks, a text, the media columns if `media`, conversations if
+    `chat`. Or `whole`: these forms alone, which `chat` encodes.
+
+    The first form of which a row has all needed columns is used. A text may also be a list of messages.
+    """
+
+    text: str
+    media: bool = False
+    chat: bool = False
+    whole: Forms = ()
+    _choices: dict[Any, _Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def choose(self, names: Sequence[str]) -> list[str]:
+        """Return the columns to read of a table.
+
+        Raises:
+            BadRowError: No row of it can be used.
+        """
+        forms = self._forms(has_messages=False)
+        if not any(set(form.needs) <= set(names) for form in forms):
+            raise self.missing(names)
+        known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES])
+        return [name for name in known if name in names]
+
+    def row(self, record: Record) -> RawRow:
+        """Return the row of a record, with the columns that it does not use.
+
+        Raises:
+            BadRowError: It has no form, or a column without a place in its form.
+        """
+        values = record.values
+        given = tuple(name for name, value in values.items() if value is not None)
+        filled = tuple(name for name in given if not _is_empty(values[name]))
+        has_messages = isinstance(values.get(self.text), list | tuple)
+        key = (given, filled, has_messages, self.text in values)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choice(record, given=given, filled=filled, has_messages=has_messages)
+            if len(self._choices) < _MAX_CHOICES:
+                self._choices[key] = choice
+        form, ignored = choice
+        if record.unread:
+            ignored = (*ignored, *map(printable, record.unread))
+        if form.kind == "text":
+            text = checked_text(values.get(self.text), name=self.text)
+            return RawRow(row=record.row, text=text, ignored=ignored)
+        used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
+        if form.kind == "chat" and form.needs == (self.text,):
+            used["messages"] = used.pop(self.text)
+        if form.kind == "media":
+            used = {"text": values.get(self.text), **used}
+        columns: dict[str, Any] = {form.kind: used}
+        return RawRow(row=record.row, ignored=ignored, **columns)
+
+    def missing(self, names: Sequence[str]) -> BadRowError:
+        """Return the error of a row, or a table, with these columns, which give it no form."""
+        if self.whole:
+            absent = [name for name in self.whole[-1][0] if name not in names]
+            known = f"no {' and no '.join(absent)}, which these rows need"
+        else:
+            known = f"neither input_ids nor {self.text}"
+            known += ", messages, conversations, prompt and completion, nor instruction and output" * self.chat
+        others = len(names) - _NAMED_COLUMNS
+        found = ", ".join(map(printable, names[:_NAMED_COLUMNS])) + (f" and {others} more" if others > 0 else "")
+        remedy = "" if self.whole else "; set data.text_column"
+        if not self.whole and {"chosen", "rejected"} <= set(names):
+            remedy = "; set loss.type to dpo or reward for pairs"
+        return BadRowError(BadReason.MISSING_COLUMN, f"has columns {found or 'none'}, {known}{remedy}")
+
+    def _forms(self, *, has_messages: bool) -> list[RowForm]:
+        if self.whole:
+            return [RowForm("chat", needs, uses) for needs, uses in self.whole]
+        forms = [RowForm("tokens", ("input_ids",), TOKEN_COLUMNS, (*UNREAD_MASKS, *_PICTURES * self.media))]
+        if self.media:
+            forms += [
+                RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), _OF_CONVERSATIONS) for name in MEDIA_COLUMNS
+            ]
+        if has_messages and self.chat:
+            forms.append(RowForm("chat", (self.text,), _OF_CONVERSATIONS))
+        else:
+            forms.append(RowForm("text", (self.text,), refuses=_OF_CONVERSATIONS))
+        if self.chat:
+            forms += [RowForm("chat", needs, uses) for needs, uses in CHAT_FORMS]
+        return forms
+
+    def _choice(
+        self, record: Record, *, given: tuple[str, ...], filled: tuple[str, ...], has_messages: bool
+    ) -> _Choice:
+        forms = self._forms(has_messages=has_messages)
+        fitting = [form for form in forms if set(form.needs) <= set(filled)]
+        fitting = fitting or [form for form in forms if set(form.needs) <= set(given)]
+        if not fitting and self.text in record.values and not self.whole:
+            fitting = [RowForm("text", (self.text,))]
+        if not fitting:
+            raise self.missing(given)
+        form = fitting[0]
+        # A row that also has the conversation that its text or tokens were made from has its tools there.
+        refused = set(form.refuses).difference(*(each.uses for each in fitting[1:] if each.kind == "chat"))
+        if form.kind != "media" and not self.media:
+            refused |= set(_PICTURES)
+        if found := sorted(refused.intersection(filled)):
+            raise self._refusal(form, found[0])
+        used = {*form.needs, *form.uses}
+        return _Choice(form, tuple(printable(name) for name in filled if name not in used))
+
+    def _refusal(self, form: RowForm, name: str) -> BadRowError:
+        beside = f"{name} beside {form.needs[0]}"
+        if name in _PICTURES and not self.media:
+            return BadRowError(BadReason.NO_PROCESSOR, f"{beside}: set data.processor, or leave the column out")
+        if name in UNREAD_MASKS:
+            return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} is not read: give {UNREAD_MASKS[name]}")
+        remedy = "leave the column out" if form.kind != "text" else "give messages, or leave the column out"
+        return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} has no place there: {remedy}")
+
+
+_MAX_CHOICES = 1 << 12
+"""Sets of columns whose form is remembered: bounded, for rows that have names of their own each."""
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str | bytes | list | tuple | dict) and not value

@@ -1,0 +1,233 @@
+"""What a chat template leaves out of a conversation: texts, thoughts, calls and tools must stand in what it renders.
+
+Two checks complement each other. A probe renders a conversation of the same shape whose texts are words of their own,
+once for each shape: it finds what a template never renders, however short the text. Then each text of the row is
+searched in what was rendered of it: that finds what a template drops for its content, e.g. thoughts between tags.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rayfcp.data.messages import REASONING_KEYS, Chat, Message, keys_beside, without_keys
+from rayfcp.data.rows import BadReason, BadRowError
+
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
+"""Return the text of messages and tools; raises BadRowError."""
+
+_THOUGHT = re.compile(r"</?think(?:ing)?>")
+_MAX_SHAPES = 1 << 12
+_WORD = "zq{}qz"
+"""A word of a probe: no template has it, trims it, escapes it, or changes its case."""
+
+
+class Sample(NamedTuple):
+    """A text that `stop` messages were rendered to, of which it trains `turns`."""
+
+    text: str
+    stop: int
+    turns: tuple[int, ...]
+
+
+class RenderedCheck:
+    """Finds what the template `label` leaves out of conversations; remembers the shapes it has probed."""
+
+    def __init__(self, *, label: str) -> None:
+        self._label = label
+        self._missing: dict[Any, str | None] = {}
+        self._unused: dict[Any, tuple[str, ...]] = {}
+
+    def check(self, chat: Chat, sample: Sample, *, template: str, render: Render) -> None:
+        """Compare a rendered text with its messages. Thoughts of turns that the text does not train may be left out.
+
+        Raises:
+            BadRowError: Anything else is left out; names the template and what is missing.
+        """
+        messages = chat.messages[: sample.stop]
+        key = (template, _shape(messages, chat.tools), sample.turns)
+        if key not in self._missing:
+            if len(self._missing) >= _MAX_SHAPES:
+                self._missing.clear()
+            self._missing[key] = _probed(messages, tools=chat.tools, turns=sample.turns, render=render)
+        missing = self._missing[key] or _left_out(messages, tools=chat.tools, sample=sample)
+        if missing is not None:
+            raise BadRowError(
+                BadReason.NOT_RENDERED,
+                f"the chat template {self._label} leaves out {missing}; give one that renders it with "
+                "data.chat_template, or leave it out of the row",
+            )
+
+    def unused_keys(self, chat: Chat, *, template: str, render: Render) -> tuple[str, ...]:
+        """Return the keys of messages that do not change what is rendered.
+
+        A key whose name does not stand in the template is tried once, in the first row that has it.
+        """
+        names = keys_beside(chat.messages)
+        if not names:
+            return chat.left_out
+        is_named = any(name.rpartition(".")[2] in template for name in names)
+        key = (template, frozenset(names))
+        unused = None if is_named else self._unused.get(key)
+        if unused is None:
+            unused = _unused(chat, names, render=render)
+            if not is_named and len(self._unused) < _MAX_SHAPES:
+                self._unused[key] = unused
+        return (*unused, *chat.left_out)
+
+
+def _unused(chat: Chat, names: set[str], *, render: Render) -> tuple[str, ...]:
+    whole = render(chat.messages, chat.tools)
+
+    def is_same(left_out: set[str]) -> bool:
+        try:
+            return render(without_keys(chat.messages, left_out), chat.tools) == whole
+        except BadRowError:  # the template asks for the key
+            return False
+
+    return tuple(sorted(names if is_same(names) else (name for name in names if is_same({name}))))
+
+
+def _shape(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
+    """Everything of a conversation but its texts."""
+    return (
+        tuple(
+            (each["role"], bool(each["content"]), len(each.get("tool_calls", ())), *sorted(each)) for each in messages
+        ),
+        None if not tools else "function" in tools[0],
+    )
+
+
+def _probed(
+    messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, turns: Sequence[int], render: Render
+) -> str | None:
+    """What the template leaves out of a conversation of this shape; None if nothing, or if it refuses the words."""
+    words: dict[str, str] = {}
+
+    def word(what: str) -> str:
+        words[_WORD.format(len(words))] = what
+        return list(words)[-1]
+
+    def probe(number: int, message: Message) -> Message:
+        own = dict(message)
+        if own["content"]:
+            own["content"] = word(_of(message, number, part="content"))
+        if thoughts := [name for name in REASONING_KEYS if own.get(name)]:
+            own |= dict.fromkeys(thoughts, word(_of(message, number, part=thoughts[0])) if number in turns else "zq")
+        if "tool_calls" in own:
+            what = _of(message, number, part="tool_calls")
+            own["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": word(what), "arguments": {word(what): word(what)}}}
+                for call in own["tool_calls"]
+            ]
+        return own
+
+    probes = [probe(*each) for each in enumerate(messages)]
+    try:
+        text = render(probes, [_probe_tool(tools[0], word=word)] if tools else None)
+    except BadRowError:
+        return None
+    return next((what for own, what in words.items() if own not in text), None)
+
+
+def _probe_tool(tool: Mapping[str, Any], *, word: Callable[[str], str]) -> Mapping[str, Any]:
+    own = tool.get("function", tool)
+    if not isinstance(own, Mapping) or not own.get("name"):
+        return tool
+    name = word("tools")
+    parameters = {"type": "object", "properties": {word("tools"): {"type": "string"}}}
+    function = {**own, "name": name, "parameters": parameters}
+    return {**tool, "function": function} if "function" in tool else function
+
+
+def _of(message: Message, number: int, *, part: str) -> str:
+    return f"{part} of message {number} ({message['role']})"
+
+
+def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, sample: Sample) -> str | None:
+    """The first text of a conversation that was not rendered, in the order of its messages."""
+    text, place = sample.text, 0
+    for number, message in enumerate(messages):
+        is_trained = number in sample.turns
+        pieces = [piece.strip() for piece in _THOUGHT.split(message["content"])]
+        for piece in pieces if is_trained or message["role"] != "assistant" else pieces[-1:]:
+            start = 0 if message["role"] == "system" else place
+            found = _find(piece, text, start=start)
+            if found is None:
+                return _of(message, number, part="content")
+            place = max(place, found) if message["role"] != "system" else place
+        for part, value in _values(message, is_trained=is_trained):
+            if not _stands(value, text):
+                return _of(message, number, part=part)
+    for tool in tools or ():
+        if missing := next((value for value in _tool_texts(tool) if not _stands(value, text)), None):
+            return f"tools ({' '.join(missing.split())[:40]!r})"
+    return None
+
+
+def _values(message: Message, *, is_trained: bool) -> Iterator[tuple[str, str]]:
+    """Texts of a message beside its content."""
+    for name in REASONING_KEYS:
+        if is_trained and isinstance(message.get(name), str):
+            yield name, message[name]
+    if isinstance(message.get("name"), str):
+        yield "name", message["name"]
+    if message.get("tools"):
+        yield from (("tools", text) for text in _texts(message["tools"]))
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield from (("tool_calls", text) for text in (function["name"], *_texts(function.get("arguments"))))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All keys and texts of JSON values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield str(name)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _tool_texts(tool: Mapping[str, Any]) -> Iterator[str]:
+    """Names and descriptions of a tool and of its parameters."""
+    own = tool.get("function", tool)
+    if not isinstance(own, Mapping):
+        return
+    yield from (own[name] for name in ("name", "description") if isinstance(own.get(name), str))
+    parameters = own.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    for name, each in properties.items() if isinstance(properties, Mapping) else ():
+        yield name
+        if isinstance(each, Mapping) and isinstance(each.get("description"), str):
+            yield each["description"]
+
+
+def _find(piece: str, text: str, *, start: int) -> int | None:
+    """Where a text ends after `start` in what was rendered, as it is or with the escapes of JSON; None if nowhere."""
+    for written in _writings(piece):
+        place = text.find(written, start)
+        if place >= 0:
+            return place + len(written)
+    return start if _is_similar(piece, text[start:]) else None
+
+
+def _stands(value: str, text: str) -> bool:
+    return _find(value.strip(), text, start=0) is not None
+
+
+def _writings(piece: str) -> Iterator[str]:
+    yield piece
+    yield json.dumps(piece, ensure_ascii=False)[1:-1]
+    yield json.dumps(piece)[1:-1]
+    yield repr(piece)[1:-1]
+
+
+def _is_similar(piece: str, text: str) -> bool:
+    """True if the text has the piece with other white space, e.g. indented or wrapped."""
+    return "".join(piece.split()) in "".join(text.split())
