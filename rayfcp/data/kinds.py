@@ -27,6 +27,7 @@ _BINARY = re.compile(
 )
 _DESCRIPTION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|requirements)\b", re.I)
 _METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
+_QUERY = re.compile(r"[?#].*")
 _SHARD_NUMBER = re.compile(r"[-_.]\d+-of-\d+$")
 
 
@@ -41,7 +42,7 @@ def kind_of(name: str) -> str | None:
     ('json', 'jsonl', 'jsonl', None)
     """
     name = _SHARD_NUMBER.sub("", _uncompressed(name))
-    behind = _SHARD_NUMBER.sub("", _uncompressed(name.removesuffix(".txt")))
+    behind = _SHARD_NUMBER.sub("", _uncompressed(_last_part(name).removesuffix(".txt")))
     by_ending = {ending: kind for kind, endings in EXTENSIONS.items() for ending in endings}
     return by_ending.get(_ending(behind)) or by_ending.get(_ending(name))
 
@@ -58,10 +59,10 @@ def format_of(name: str, declared: str) -> str:
 def codec_of(name: str) -> str | None:
     """The compression of a file, None without.
 
-    >>> codec_of("a.jsonl.ZST"), codec_of("a.jsonl")
-    ('zstd', None)
+    >>> codec_of("a.jsonl.ZST"), codec_of("https://host/a.jsonl.gz?download=true"), codec_of("a.jsonl")
+    ('zstd', 'gzip', None)
     """
-    return COMPRESSED.get(_ending(name.lower()))
+    return COMPRESSED.get(_ending(_last_part(name)))
 
 
 def is_binary(name: str) -> bool:
@@ -86,7 +87,7 @@ def extension(name: str) -> str:
     """
     name = name.rstrip("/").rpartition("/")[2]
     inner = _ending(_uncompressed(name))
-    return inner + name.lower()[len(_uncompressed(name)) :] if inner else name
+    return inner + _last_part(name)[len(_uncompressed(name)) :] if inner else name
 
 
 def is_json_line(line: bytes) -> bool:
@@ -99,10 +100,16 @@ def is_json_line(line: bytes) -> bool:
 
 def _uncompressed(name: str) -> str:
     """The name in lower case, without its folder and without endings of compression."""
-    name = name.lower().rpartition("/")[2]
+    name = _last_part(name)
     while (ending := _ending(name)) in COMPRESSED and ending != ".tgz":
         name = name.removesuffix(ending)
     return name
+
+
+def _last_part(name: str) -> str:
+    """The name in lower case, without its folder, and of a web address without its query."""
+    name = name.lower()
+    return (_QUERY.sub("", name) if name.startswith(("http://", "https://")) else name).rpartition("/")[2]
 
 
 def _ending(name: str) -> str:

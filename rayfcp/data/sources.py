@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from glob import has_magic
+from glob import escape, has_magic
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rayfcp.data.kinds import (
 )
 from rayfcp.data.manifest import is_local, join, name_of, resolve
 from rayfcp.data.rows import printable
-from rayfcp.data.storage import is_of_storage, retried
+from rayfcp.data.storage import is_of_storage, is_transient, retried
 
 SPLIT_BYTES = 16 << 20
 """Small files together up to this: enough work to amortise a task."""
@@ -195,7 +195,7 @@ class _Search:
         except Exception as error:
             if not is_of_storage(error):
                 raise
-            why = printable(str(error))
+            why = printable(str(error.__cause__ or error))
             raise ConfigError(f"data.paths has {path!r}, which cannot be read: {why}; check access") from error
 
     def _add_named(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any]) -> None:
@@ -250,8 +250,21 @@ class _Search:
 def _entries(fs: fsspec.AbstractFileSystem, root: str) -> list[dict[str, Any]]:
     try:
         return [fs.info(root)]
-    except (FileNotFoundError, NotADirectoryError):  # `exists` would be false after any error
-        return list(fs.glob(root, detail=True).values()) if has_magic(root) else []
+    except (FileNotFoundError, NotADirectoryError) as error:  # `exists` would be false after any error
+        if is_transient(error):
+            raise
+        return list(fs.glob(_pattern(fs, root), detail=True).values()) if has_magic(root) else []
+
+
+def _pattern(fs: fsspec.AbstractFileSystem, root: str) -> str:
+    """The pattern, in which the longest folder that exists under that very name is taken literally."""
+    folder, slash, rest = root.rpartition("/")
+    while has_magic(folder):
+        if fs.exists(folder):
+            return f"{escape(folder)}/{rest}"
+        folder, slash, last = folder.rpartition("/")
+        rest = last + slash + rest
+    return root
 
 
 def _target_of(entry: dict[str, Any]) -> dict[str, Any]:

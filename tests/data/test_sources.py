@@ -46,6 +46,11 @@ def test_a_name_with_glob_signs_is_a_name_first(tmp_path: Path) -> None:
     for name in ("a[1].txt", "a1.txt"):
         (tmp_path / name).write_text(name)
     assert names(tmp_path, tmp_path / "a[1].txt") == ["a[1].txt"]
+    for folder in ("b[1]", "b1", "b2"):
+        (tmp_path / folder / "c").mkdir(parents=True)
+        (tmp_path / folder / "c" / "x.txt").write_text(folder)
+    assert names(tmp_path, tmp_path / "b[1]" / "*" / "*.txt") == ["b[1]/c/x.txt"]
+    assert names(tmp_path, tmp_path / "b[12]" / "*" / "*.txt") == ["b1/c/x.txt", "b2/c/x.txt"]
 
 
 def test_each_linked_folder_and_file_is_read_once(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -4,7 +4,10 @@ import gzip
 import io
 import json
 import pickle
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -144,6 +147,53 @@ def test_a_file_that_ends_early_is_not_whole() -> None:
     remote = storage.RemoteFile(Flaky(), "in/a.jsonl", num_bytes=entry["size"] + 1)
     with pytest.raises(OSError, match=rf"it ends after {len(CONTENT)} of {len(CONTENT) + 1} bytes"):
         remote.readall()
+
+
+class Server(BaseHTTPRequestHandler):
+    """A server whose first answers to a path are as its name says."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+    content = CONTENT * 2000
+
+    def do_HEAD(self) -> None:
+        self._answer(b"")
+
+    def do_GET(self) -> None:
+        self._answer(self.content)
+
+    def _answer(self, body: bytes) -> None:
+        kind = self.path.split("/")[1]
+        self.asked[f"{kind} {self.command}"] += 1
+        is_first = self.asked[f"{kind} {self.command}"] == 1
+        self.send_response(503 if kind == "busy" and is_first else 404 if kind == "gone" else 200)
+        if kind != "lengthless":
+            self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if kind == "dropping" and is_first else body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["plain", "lengthless", "dropping", "busy"])
+def test_a_web_server_that_fails_once(served: str, kind: str) -> None:
+    pytest.importorskip("aiohttp")
+    assert tokens(f"{served}/{kind}/a.jsonl?download=true") == EXPECTED * 2000
+    assert Server.asked[f"{kind} GET"] >= (2 if kind in ("dropping", "busy") else 1)
+
+
+def test_what_a_web_server_does_not_have(served: str) -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(ConfigError, match="which does not exist"):
+        tokens(f"{served}/gone/a.jsonl")
 
 
 def broken_folder(folder: Path) -> None:
