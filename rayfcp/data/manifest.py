@@ -39,7 +39,7 @@ def resolve(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     folder = head[: head.rindex("/") + 1] if is_name else url
     try:
         fs, path = fsspec.core.url_to_fs(folder)
-    except (ValueError, ImportError, TypeError) as error:
+    except (ValueError, ImportError, TypeError, OSError) as error:
         raise ConfigError(f"{url!r} cannot be opened: {error}; install the fsspec backend of its protocol") from error
     return fs, f"{path.rstrip('/')}/{url[len(folder) :]}" if is_name else path
 

@@ -175,7 +175,7 @@ def _prepare(
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
     fingerprint = fingerprint_of(data, files=found.files)
-    if line := found.ignored_line():
+    for line in filter(None, (found.ignored_line(), found.held_out_line())):
         logger.warning("%s", line)
     folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.archive import AbstractArchiveFileSystem
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
@@ -36,6 +38,7 @@ IMAGE_WEIGHT = 256
 """Work of a JSONL line with images, whose bytes lie in other files, in units of its own bytes."""
 
 _NEVER_READ = (".*", "__pycache__")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _NAMED_KINDS = 6
 """Kinds of ignored files that a line names."""
 
@@ -93,6 +96,25 @@ class Discovery:
         named = ", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts[:_NAMED_KINDS])
         others = f" and {len(counts) - _NAMED_KINDS} more kinds" if len(counts) > _NAMED_KINDS else ""
         return printable(f"ignored files: {len(self.ignored)} ({named}{others}), e.g. {self.ignored[0]}")
+
+    def held_out_line(self) -> str | None:
+        """Return one line if files are named as held-out splits beside one for training, None otherwise."""
+        found: dict[tuple[str, bool], list[str]] = {}
+        for file in self.files:
+            parts = file.url.split("/")
+            for at in (-1, -2):
+                split = _SPLIT.match(parts[at])
+                if split:
+                    found.setdefault(("/".join(parts[:at]), split[1].lower() == "train"), []).append(file.url)
+        held_out = sorted(
+            url for (place, trains), urls in found.items() if not trains and (place, True) in found for url in urls
+        )
+        if not held_out:
+            return None
+        return printable(
+            f"{len(held_out)} files beside those of a split train look held out, e.g. {held_out[0]}; they are read; "
+            "leave them out with data.exclude"
+        )
 
 
 def discover(data: DataConfig) -> Discovery:
@@ -181,6 +203,8 @@ class _Search:
     def add(self, path: str) -> None:
         """Add the files of an entry of `data.paths`."""
         fs, root = resolve(path)
+        if isinstance(fs, AbstractArchiveFileSystem):
+            raise ConfigError(f"data.paths has {path!r}, must not lead into an archive; unpack it and name the files")
         try:
             entries = retried(lambda: _entries(fs, root), fs=fs, name=path)
             if not entries:

@@ -1,6 +1,7 @@
 """Which files are found, and how they are grouped into work."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import fsspec
@@ -189,6 +190,35 @@ def test_one_line_counts_ignored_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hold no file .*; ignored files: 1 \(\.bin\)"):
         discover(data_config(tmp_path / "sub"))
     assert discover(data_config(tmp_path, include=["*.jsonl"])).ignored_line() is None
+
+
+@pytest.mark.parametrize(
+    ("found", "held_out"),
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "data/test-00000-of-00001.jsonl"),
+        (["train/a.jsonl", "validation/a.jsonl"], "validation/a.jsonl"),
+        (["train.jsonl", "dev.jsonl"], "dev.jsonl"),
+        (["testing.jsonl", "train.jsonl"], None),
+        (["test.jsonl", "other.jsonl"], None),
+        (["a/train.jsonl", "b/test.jsonl"], None),
+    ],
+)
+def test_splits_that_look_held_out_are_named(tmp_path: Path, found: list[str], held_out: str | None) -> None:
+    for name in found:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    line = discover(data_config(tmp_path)).held_out_line()
+    assert (line is None) == (held_out is None)
+    assert line is None or f"1 files beside those of a split train look held out, e.g. {tmp_path / held_out};" in line
+
+
+def test_paths_into_archives_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "a"}')
+    with pytest.raises(ConfigError, match="must not lead into an archive"):
+        discover(data_config(f"zip://a.jsonl::file://{tmp_path}/a.zip"))
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        discover(data_config(f"zip://a.jsonl::{tmp_path}/a.zip"))
 
 
 def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
