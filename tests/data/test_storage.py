@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
-from rayfcp.data import prepare_local, storage
+from rayfcp.data import prepare_local, sources, storage
 from rayfcp.data.manifest import find_manifest
 from rayfcp.data.stream import StreamSampler, open_stream
 from tests.data.makers import EOS, data_config, few_examples, read_all, stored_rows, write_rows
@@ -217,6 +219,21 @@ def test_unreadable_files_stop_or_are_counted(tmp_path: Path, caplog: pytest.Log
     assert f"1 files cannot be read, e.g. {tmp_path}/in/b.json" in caplog.text
     with pytest.raises(ConfigError, match=r"1 files cannot be read, .* allows 0"):  # of a folder that is complete
         prepare_local(data, out_dir=str(tmp_path / "out"))
+
+
+def test_pieces_of_one_unreadable_file_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [sign * 150 for sign in "abcdef"]}), path, row_group_size=2, use_dictionary=False)
+    groups = pq.ParquetFile(path).metadata
+    starts = [groups.row_group(number).column(0).data_page_offset for number in range(3)]
+    content = bytearray(path.read_bytes())
+    for start in starts[:2]:
+        content[start : start + 30] = b"\xff" * 30
+    path.write_bytes(content)
+    monkeypatch.setattr(sources, "PIECE_BYTES", starts[1] - starts[0])
+    made = prepare_local(data_config(path, max_unreadable_files=1), out_dir=str(tmp_path / "out"))
+    assert made.account.unreadable_files == {str(path): 2}
+    assert [chr(tokens[0]) for tokens, _ in stored_rows(made)] == ["e", "f"]
 
 
 def test_more_unreadable_files_than_allowed(tmp_path: Path) -> None:
