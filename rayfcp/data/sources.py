@@ -329,8 +329,9 @@ def _is_asked_for(name: str, below: str, include: Collection[str]) -> bool:
 def _wanted_names(
     fs: fsspec.AbstractFileSystem, folder: str, *, names: Collection[str], choose_split: bool
 ) -> Collection[str] | None:
-    """Names in a folder that `datasets.save_to_disk` wrote which hold data: the files of its table, or its split
-    `train`, or its only one (all of them unless `choose_split`). None for other folders.
+    """Names in a folder of the library `datasets` which hold data. Of one that `save_to_disk` wrote: the files of its
+    table, or its split `train`, or its only one (all of them unless `choose_split`); of its cache: all but results of
+    `map` and the like. None for other folders.
 
     Raises:
         ConfigError: Files are missing, or which split to read is not clear.
@@ -342,7 +343,7 @@ def _wanted_names(
         return None
     described = described if isinstance(described, dict) else {}
     if isinstance(files := described.get("_data_files"), list):
-        wanted = [each["filename"] for each in files]
+        wanted = [each["filename"] for each in files if isinstance(each, dict) and "filename" in each]
         missing = sorted(set(wanted) - set(names))
         if missing:
             raise ConfigError(
@@ -350,6 +351,8 @@ def _wanted_names(
                 f"{len(missing) - 1} more files that its state.json names; save or copy it again"
             )
         return wanted
+    if "dataset_info.json" in names:
+        return [name for name in names if not fnmatchcase(name, "cache-*.arrow")]
     splits = described.get("splits") if kind == "dataset_dict.json" else None
     if not isinstance(splits, list) or not choose_split:
         return None

@@ -240,6 +240,14 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
         discover(data_config(tmp_path / "saved" / "test"))
 
 
+def test_a_cache_of_datasets(tmp_path: Path) -> None:
+    for name in ("mine-train.arrow", "cache-12ab_00000_of_00002.arrow", "dataset_info.json"):
+        (tmp_path / name).write_text("x")
+    assert names(tmp_path) == ["mine-train.arrow"]
+    (tmp_path / "dataset_info.json").unlink()
+    assert names(tmp_path) == ["cache-12ab_00000_of_00002.arrow", "mine-train.arrow"]
+
+
 def test_a_large_json_file_of_lines_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 10)
     (tmp_path / "a.json").write_text('{"text": "a"}\n' * 3)

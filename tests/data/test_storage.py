@@ -1,5 +1,6 @@
 """Storage that fails for a while is asked again and gives each row once; what fails for good stops the work."""
 
+import errno
 import gzip
 import io
 import json
@@ -15,6 +16,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -130,6 +132,41 @@ def test_an_error_that_lasts_names_the_file(error: Exception) -> None:
     with pytest.raises(storage.UnreadableFileError, match=rf"in/a\.jsonl cannot be read: .*{error.args[-1]}"):
         tokens("flaky://in")
     assert len(Flaky.calls) - third == (0 if error in LASTING else len(storage.PAUSES_S))
+
+
+class Torn(io.RawIOBase):
+    """A local file that fails after 100 bytes."""
+
+    def __init__(self, path: str, error: Exception) -> None:
+        super().__init__()
+        self._file, self._error = Path(path).open("rb"), error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._file.tell() >= 100:
+            self._file.close()
+            raise self._error
+        data = self._file.read(min(len(buffer), 50))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_a_local_file_that_fails_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    opened = []
+    error = OSError(number, "storage failed")
+
+    def open_torn(_: object, path: str, mode: str = "rb", **__: object) -> Any:
+        opened.append(mode)
+        return io.BufferedReader(Torn(path, error))
+
+    (tmp_path / "a.jsonl").write_bytes(CONTENT * 10)
+    monkeypatch.setattr(LocalFileSystem, "_open", open_torn)
+    with pytest.raises(storage.UnreadableFileError, match=r"a\.jsonl cannot be read: \[Errno \d+\] storage failed"):
+        tokens(str(tmp_path))
+    assert opened == ["rb"]
 
 
 @pytest.mark.parametrize("error", [*TRANSIENT, *LASTING[1:]])
