@@ -180,6 +180,8 @@ def _prepare(
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
     fingerprint = fingerprint_of(data, files=found.files)
+    if line := found.held_out_line():
+        logger.warning("%s", line)
     folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")

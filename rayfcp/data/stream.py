@@ -126,7 +126,7 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
         ConfigError: There is nothing to read.
     """
     found = discover(data)
-    if line := found.ignored_line():
+    for line in filter(None, (found.ignored_line(), found.held_out_line())):
         logger.warning("%s", line)
     fingerprint = fingerprint_of(data, files=found.files)
     folder = name_of(*resolve(join(cache_dir, f"stream-{fingerprint}")))
