@@ -1,6 +1,7 @@
 """The `rayfcp` command. Heavy libraries are imported by the commands that need them, not at start."""
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return 0 when done, 2 if the user's input is wrong (one line on stderr), else 1."""
     from rayfcp.values import InfeasiblePlanError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # file names and charts may hold what the terminal cannot write
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
     try:
         arguments.command(arguments)

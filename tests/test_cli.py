@@ -1,5 +1,6 @@
 """The commands as a user meets them: one clear line and exit code 2 for a wrong input, a grid or shards otherwise."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,21 @@ def test_profile_takes_one_stage_and_whole_layers(folder: Path, capsys: pytest.C
         assert f"cluster.{field} is 2, must be 1 for rayfcp profile" in fails_with(
             capsys, "profile", config, f"cluster.{field}=2"
         )
+
+
+def test_prepare_prints_any_name_on_any_terminal(tmp_path: Path) -> None:
+    name = b"\xc3\xa9-\xff.jsonl".decode(errors="surrogateescape")
+    (tmp_path / name).write_text('{"text": "a"}\n{"text": ""}\n')
+    config = write_config(tmp_path, name="names", data={"paths": [str(tmp_path / name)], "max_bad_fraction": 0.5})
+    done = subprocess.run(
+        [RAYFCP, "prepare", config, "--out", str(tmp_path / "é")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert rb"\xe9-\udcff.jsonl row 2: empty" in done.stdout
 
 
 @pytest.mark.usefixtures("ray_cluster")

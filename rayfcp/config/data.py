@@ -18,7 +18,9 @@ class FilesConfig(Section):
     paths: Words = Field(
         min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "prepared"] = "auto"
+    format: Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "webdataset", "prepared"] = (
+        "auto"
+    )
     include: Words = Field(default=(), description="file name patterns inside folders, e.g. *.py")
     exclude: Words = Field(
         default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
@@ -101,6 +103,7 @@ class DataConfig(SourceConfig):
     global_batch_sequences: Count = 32
     long_sequences: Literal["cut", "split", "drop"] = "cut"
     max_bad_fraction: Fraction = 0.01
+    max_unreadable_files: int = Field(default=0, ge=0, description="files that may be broken or out of reach")
     cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
 
     @model_validator(mode="after")

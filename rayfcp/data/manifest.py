@@ -15,26 +15,33 @@ from pathlib import Path
 from typing import IO
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem, make_path_posix
 from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import RowKind
 from rayfcp.data.account import ReadAccount, counted
-from rayfcp.data.rows import BadRow
+from rayfcp.data.rows import BadRow, printable
 
 
 def resolve(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of `url` and the path in it, absolute where the file system is local.
+    """The file system of `url` and the path in it, absolute where the file system is local. In both, `::` is part of a
+    name, unless a URL stands on either side of it (fsspec's chains).
 
     Raises:
         ConfigError: No file system is known, or installed, for the URL's protocol.
     """
+    local = next((url[len(start) :] for start in ("file://", "local://") if url.startswith(start)), url)
+    if "://" not in local or local is not url:
+        return LocalFileSystem(), make_path_posix(local.rstrip("/") or "/")
+    head, chained, last = url.partition("::")
+    is_name = bool(chained) and "://" in head and "://" not in last
+    folder = head[: head.rindex("/") + 1] if is_name else url
     try:
-        fs, path = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
+        fs, path = fsspec.core.url_to_fs(folder)
+    except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"{url!r} cannot be opened: {error}; install the fsspec backend of its protocol") from error
-    return fs, path
+    return fs, f"{path.rstrip('/')}/{url[len(folder) :]}" if is_name else path
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
@@ -180,7 +187,7 @@ class PreparedManifest:
         return tuple(shard.content for shard in self.shards)
 
     def __str__(self) -> str:
-        return f"{self.folder}: {counted(self.num_tokens, 'token')} in {counted(len(self.shards), 'shard')}"
+        return f"{printable(self.folder)}: {counted(self.num_tokens, 'token')} in {counted(len(self.shards), 'shard')}"
 
 
 _MANIFEST = TypeAdapter(PreparedManifest)

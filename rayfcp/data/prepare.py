@@ -38,7 +38,8 @@ from rayfcp.data.pairs import PAIR_COLUMNS, PairEncoder
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
-from rayfcp.data.sources import InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
+from rayfcp.data.sources import Discovery, InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
+from rayfcp.data.storage import UnreadableFileError, check_unreadable
 from rayfcp.data.tokenizer import tokenizer_of
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ SMALL_BYTES = 64 << 20
 
 ProgressCall = Callable[[int, int], None]
 """Called with (bytes of input done, bytes of input in all) after each split."""
+_Row = TokenRow | BadRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +85,17 @@ def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = N
     if data.sources:
         part = partial(prepare, progress=progress)
         return write_mixture(out_dir, _of_sources(data, lambda name, own: part(own, out_dir=join(out_dir, name))))
-    files = discover(data)
-    is_small = sum(work_bytes(file, has_images=data.processor is not None) for file in files) <= SMALL_BYTES
+    found = discover(data)
+    is_small = sum(work_bytes(file, has_images=data.processor is not None) for file in found.files) <= SMALL_BYTES
     # fsspec's memory file system is visible in this process alone.
-    is_private = any(url.startswith("memory:") for url in (out_dir, *(file.url for file in files)))
+    is_private = any(url.startswith("memory:") for url in (out_dir, *(file.url for file in found.files)))
     on_ray = not (is_small or is_private)
-    return _prepare(data, files=files, out_dir=out_dir, on_ray=on_ray, progress=progress)
+    return _prepare(data, found=found, out_dir=out_dir, on_ray=on_ray, progress=progress)
 
 
 def prepare_local(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """`prepare` in this process, without Ray, whatever the size."""
-    return _prepare(data, files=discover(data), out_dir=out_dir, on_ray=False, progress=progress)
+    return _prepare(data, found=discover(data), out_dir=out_dir, on_ray=False, progress=progress)
 
 
 def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
@@ -109,7 +111,7 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
         return write_mixture(join(cache_dir, f"mixture-{known.hexdigest()}"), parts)
     prepared = _already_prepared(data)
     if prepared is None:
-        out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=discover(data))}")
+        out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=discover(data).files)}")
         return prepare(data, out_dir=out_dir, progress=progress)
     tokenizer = tokenizer_of(data)
     if prepared.tokenizer_fingerprint != tokenizer.fingerprint:
@@ -173,11 +175,11 @@ def _already_prepared(data: DataConfig) -> PreparedManifest | None:
 
 
 def _prepare(
-    data: DataConfig, *, files: tuple[InputFile, ...], out_dir: str, on_ray: bool, progress: ProgressCall | None
+    data: DataConfig, *, found: Discovery, out_dir: str, on_ray: bool, progress: ProgressCall | None
 ) -> PreparedManifest:
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
-    fingerprint = fingerprint_of(data, files=files)
+    fingerprint = fingerprint_of(data, files=found.files)
     folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
@@ -190,7 +192,7 @@ def _prepare(
         _check_bad(manifest, data)
         return manifest
     work = partial(prepare_split, data=data, out_dir=folder, fingerprint=fingerprint)
-    splits = make_splits(files, has_images=data.processor is not None)
+    splits = make_splits(found.files, has_images=data.processor is not None)
     results: list[SplitResult] = []
     done_bytes, total_bytes = 0, sum(split.num_bytes for split in splits)
     for result in _results_on_ray(splits, work) if on_ray else map(work, splits):
@@ -198,7 +200,13 @@ def _prepare(
         done_bytes += splits[result.index].num_bytes
         if progress is not None:
             progress(done_bytes, total_bytes)
-    manifest = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
+    merged = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
+    manifest = dataclasses.replace(
+        merged,
+        num_files=len(found.files),
+        num_ignored_files=len(found.ignored),
+        ignored_files=found.ignored_line() or "",
+    )
     _check_bad(manifest, data)
     write_manifest(manifest)
     logger.info("prepared %s", manifest)
@@ -208,20 +216,36 @@ def _prepare(
 def _results_on_ray(splits: tuple[InputSplit, ...], work: Callable[[InputSplit], SplitResult]) -> Iterator[SplitResult]:
     import ray.data
 
-    def run(item: dict[str, bytes]) -> dict[str, bytes]:
-        return {"result": _RESULT.dump_json(work(_SPLIT.validate_json(item["split"])))}
+    def run(item: dict[str, bytes]) -> dict[str, Any]:
+        try:
+            return {"result": to_json(_RESULT, work(_SPLIT.validate_python(json.loads(item["split"])))), "error": ""}
+        except ConfigError as error:  # as a value, which no version of Ray wraps
+            return {"result": b"", "error": str(error)}
 
     # Rows of Ray Data are plain columns, so split and result travel as JSON.
-    items = [{"split": _SPLIT.dump_json(split)} for split in splits]
+    items = [{"split": to_json(_SPLIT, split)} for split in splits]
     done = ray.data.from_items(items, override_num_blocks=len(items)).map(run)
     done.context.enable_progress_bars = False  # the command line shows its own
-    return (_RESULT.validate_json(item["result"]) for item in done.iter_rows())
+    for item in done.iter_rows():
+        if item["error"]:
+            raise ConfigError(item["error"])
+        yield _RESULT.validate_python(json.loads(item["result"]))
+
+
+def to_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
+    """Return the value as JSON, in ASCII: pydantic's own fails for names of files that are not UTF-8."""
+    return json.dumps(adapter.dump_python(value, mode="json")).encode()
 
 
 def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerprint: str) -> SplitResult:
     """Write the rows of a split to shards of `out_dir` and count the bad ones. `fingerprint` is part of the shards'
     names, so that the shards of different preparations never mix; those of the same one are equal byte for byte,
-    whichever task writes them last."""
+    whichever task writes them last. Rows before the place at which a file breaks off are kept, if
+    `data.max_unreadable_files` allows any.
+
+    Raises:
+        UnreadableFileError: A file cannot be read.
+    """
     bad: Counter[str] = Counter()
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
@@ -229,7 +253,7 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     account = ReadAccount()
     read = _reader(data, account=account)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
-        for row in (row for file in split.files for row in read(file)):
+        for row in (row for file in split.files for row in _readable(file, read, data=data, account=account)):
             num_rows += row.num_rows
             if isinstance(row, TokenRow):
                 writer.add(row)
@@ -247,6 +271,19 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
         named_bad_rows=tuple(named),
         account=account,
     )
+
+
+def _readable(
+    file: InputFile, read: Callable[[InputFile], Iterator[_Row]], *, data: DataConfig, account: ReadAccount
+) -> Iterator[_Row]:
+    """The rows of a file, up to where it breaks off if that is allowed."""
+    try:
+        yield from read(file)
+    except UnreadableFileError as error:
+        if not data.max_unreadable_files:
+            raise
+        account.count("unreadable_files", file.url)
+        logger.warning("left out: %s", error)
 
 
 def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
@@ -292,12 +329,12 @@ def _merged(
         bad_rows=dict(bad),
         named_bad_rows=tuple(named[:MAX_NAMED_ROWS]),
         account=ReadAccount.total(result.account for result in ordered),
-        num_files=len({file.url for split in splits for file in split.files}),
         num_read_rows=num_rows,
     )
 
 
 def _check_bad(manifest: PreparedManifest, data: DataConfig) -> None:
+    check_unreadable(manifest.account.unreadable_files, max_unreadable_files=data.max_unreadable_files)
     balances = read_balances(manifest, max_seqlen=data.max_seqlen, long_sequences=data.long_sequences)
     Balance.total(balances).check_bad_rows(named=manifest.named_bad_rows, max_bad_fraction=data.max_bad_fraction)
     if not manifest.num_rows:

@@ -19,6 +19,7 @@ from rayfcp.data.rows import (
     make_row,
 )
 from rayfcp.data.sources import InputFile
+from rayfcp.data.storage import UnreadableFileError
 from rayfcp.data.tokenizer import Tokenizer
 
 _TOKEN_COLUMNS = ("input_ids", "labels")
@@ -113,6 +114,9 @@ def read_rows(
     A row with `input_ids` is used as it is, with its `labels` if present; with `media`, a row that has media columns is
     encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the usual columns
     is encoded. What is left out of a row is counted in `account`.
+
+    Raises:
+        UnreadableFileError: The file cannot be read from here on.
     """
     account = ReadAccount() if account is None else account
     pending: list[RawRow | BadRow] = []
@@ -120,7 +124,9 @@ def read_rows(
     columns = RowColumns(text=text_column, media=media is not None, chat=chat is not None, whole=whole)
     encoded = partial(_encoded, file=file, tokenizer=tokenizer, media=media, chat=chat)
     large = frozenset(TEACHER_COLUMNS) | (frozenset(MEDIA_COLUMNS) if media is not None else frozenset())
-    for record in read_records(file, TableColumns(text=text_column, choose=columns.choose, large=large)):
+    table_columns = TableColumns(text=text_column, choose=columns.choose, large=large)
+    broken: list[UnreadableFileError] = []
+    for record in _until_broken(read_records(file, table_columns), broken):
         raw = _raw(record, file=file, columns=columns)
         for name in record.unread if isinstance(record, Record) else ():
             account.count("ignored_columns", name)
@@ -130,6 +136,15 @@ def read_rows(
             yield from encoded(pending)
             pending, size = [], 0
     yield from encoded(pending)
+    if broken:
+        raise broken[0]
+
+
+def _until_broken(records: Iterator[Record | BadRow], broken: list[UnreadableFileError]) -> Iterator[Record | BadRow]:
+    try:
+        yield from records
+    except UnreadableFileError as error:
+        broken.append(error)
 
 
 def _raw(record: Record | BadRow, *, file: InputFile, columns: RowColumns) -> RawRow | BadRow:

@@ -25,6 +25,15 @@ MAX_TOKEN_ID = 2**31 - 1
 TEACHER_COLUMNS = ("teacher_words", "teacher_logits")
 
 
+def printable(name: str) -> str:
+    """Return the name, e.g. of a file, with escapes in place of line ends and of what no encoding can write.
+
+    >>> printable("a\\udcff\\n.jsonl")
+    'a\\\\udcff\\\\n.jsonl'
+    """
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in name)
+
+
 class BadReason(StrEnum):
     """Reason for which a row is skipped."""
 
@@ -35,7 +44,6 @@ class BadReason(StrEnum):
     MISSING_COLUMN = "missing_column"
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     LABELS_MISMATCH = "labels_mismatch"
-    UNREADABLE = "unreadable"
     IMAGE_MISSING = "picture_missing"
     IMAGE_UNREADABLE = "picture_unreadable"
     IMAGE_TOO_LARGE = "picture_too_large"
@@ -80,7 +88,8 @@ class BadRow:
     num_rows: int = 1
 
     def __str__(self) -> str:
-        return f"{self.shard} row {self.row}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+        text = f"{self.shard} row {self.row + 1}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+        return printable(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,9 @@
 """Input files: folders, globs and URLs become a sorted list, and that list becomes splits, the units of work."""
 
-from collections.abc import Iterator
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import has_magic
@@ -11,7 +14,19 @@ import fsspec
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.manifest import name_of, resolve
+from rayfcp.data.kinds import (
+    MAX_FIRST_LINE,
+    codec_of,
+    extension,
+    format_of,
+    is_binary,
+    is_description,
+    is_json_line,
+    kind_of,
+)
+from rayfcp.data.manifest import is_local, join, name_of, resolve
+from rayfcp.data.rows import printable
+from rayfcp.data.storage import is_of_storage, retried
 
 SPLIT_BYTES = 16 << 20
 """Small files together up to this: enough work to amortise a task."""
@@ -20,14 +35,9 @@ PIECE_BYTES = 64 << 20
 IMAGE_WEIGHT = 256
 """Work of a JSONL line with images, whose bytes lie in other files, in units of its own bytes."""
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_EXTENSIONS = {
-    "jsonl": (".jsonl", ".ndjson"),
-    "parquet": (".parquet", ".pq"),
-    "arrow": (".arrow", ".feather", ".ipc"),
-    "webdataset": (".tar",),
-}
 _NEVER_READ = (".*", "__pycache__")
+_NAMED_KINDS = 6
+"""Kinds of ignored files that a line names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,7 @@ class InputFile:
     """Bytes `[start, stop)` of a file: all of it, or a piece of a large one.
 
     A piece has the lines (JSONL) or row groups (Parquet) that begin in it. `stamp` changes when the file does.
+    `is_guessed`: the format follows from the name.
     """
 
     url: str
@@ -43,6 +54,7 @@ class InputFile:
     stamp: str
     start: int
     stop: int
+    is_guessed: bool = False
 
     @property
     def is_piece(self) -> bool:
@@ -50,7 +62,7 @@ class InputFile:
 
     @property
     def is_compressed(self) -> bool:
-        return self.url.endswith(_COMPRESSED)
+        return codec_of(self.url) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +77,47 @@ class InputSplit:
         return sum(file.stop - file.start for file in self.files)
 
 
-def discover(data: DataConfig) -> tuple[InputFile, ...]:
-    """All files of `data.paths`, each once, sorted by URL.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """Files of `data.paths`. `files`: those to read, each once, sorted by URL. `ignored`: URLs of the others in its
+    folders, sorted, without those that `data.include` and `data.exclude` leave out; a folder's ends in a slash."""
 
-    Inside folders: names that match `data.include` (by default, for a declared columnar or JSONL format, its usual
-    extensions) and no component of which matches `data.exclude`, except hidden names, `__pycache__` and linked folders.
+    files: tuple[InputFile, ...]
+    ignored: tuple[str, ...] = ()
+
+    def ignored_line(self) -> str | None:
+        """Return one line with the number of ignored files by extension, None without any."""
+        if not self.ignored:
+            return None
+        counts = Counter(extension(url) for url in self.ignored).most_common()
+        named = ", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts[:_NAMED_KINDS])
+        others = f" and {len(counts) - _NAMED_KINDS} more kinds" if len(counts) > _NAMED_KINDS else ""
+        return printable(f"ignored files: {len(self.ignored)} ({named}{others}), e.g. {self.ignored[0]}")
+
+
+def discover(data: DataConfig) -> Discovery:
+    """Find all files of `data.paths`.
+
+    Inside folders: files that match `data.include` (by default those with an extension of data, or for a declared
+    format with its usual ones) and no component of which matches `data.exclude`, except hidden names and `__pycache__`.
+    A folder written by `datasets.save_to_disk` has the files that its state names; of its splits `train` is read.
+    Linked folders and files are read once, under their own name if that is in `data.paths` as well.
 
     Raises:
-        ConfigError: A path is missing, or no file is left.
+        ConfigError: A path is missing, a link leads nowhere, a named file has a format that is not read, or no file is
+            left.
     """
-    found = {file.url: file for path in data.paths for file in _files_of(path, data)}
-    if not found:
+    search = _Search(data)
+    for path in data.paths:
+        search.add(path)
+    found = search.found()
+    if not found.files:
+        ignored = found.ignored_line()
         raise ConfigError(
             f"data.paths {', '.join(map(repr, data.paths))} hold no file that matches data.include, data.exclude and "
-            f"data.format ({data.format}); change them"
+            f"data.format ({data.format}){'; ' + ignored if ignored else ''}; change them"
         )
-    return tuple(found[url] for url in sorted(found))
+    return found
 
 
 def would_be_read(folder: str, data: DataConfig) -> bool:
@@ -114,19 +151,6 @@ def make_splits(files: tuple[InputFile, ...], *, has_images: bool = False) -> tu
     return tuple(InputSplit(index=index, files=tuple(group)) for index, group in enumerate(groups))
 
 
-def format_of(name: str, declared: str) -> str:
-    """The declared format; for `auto` that of the extension, `text` for all others.
-
-    >>> format_of("a/b.jsonl.gz", "auto"), format_of("a/b.py", "auto"), format_of("a/b.json", "jsonl")
-    ('jsonl', 'text', 'jsonl')
-    """
-    if declared != "auto":
-        return declared
-    for ending in _COMPRESSED:
-        name = name.removesuffix(ending)
-    return next((kind for kind, extensions in _EXTENSIONS.items() if name.endswith(extensions)), "text")
-
-
 def _pieces(file: InputFile, *, piece_bytes: int) -> list[InputFile]:
     """Pieces of at most `piece_bytes`, where the format can be read from the middle."""
     if file.format not in ("jsonl", "parquet") or file.is_compressed or file.num_bytes <= piece_bytes:
@@ -135,65 +159,189 @@ def _pieces(file: InputFile, *, piece_bytes: int) -> list[InputFile]:
     return [replace(file, start=start, stop=min(start + piece_bytes, file.num_bytes)) for start in starts]
 
 
-def _files_of(path: str, data: DataConfig) -> Iterator[InputFile]:
-    fs, root = resolve(path)
-    try:
-        if fs.exists(root):
-            entries = [fs.info(root)]
+class _Search:
+    """Files found so far, by URL, with their real paths."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self._found: dict[str, tuple[bool, str, InputFile]] = {}
+        self._ignored: dict[str, str] = {}
+        self._entered: set[str] = set()
+        self._links: deque[tuple[fsspec.AbstractFileSystem, str, str]] = deque()
+
+    def found(self) -> Discovery:
+        """Return the files, each real one once."""
+        by_real: dict[str, InputFile] = {}
+        for _, real, file in sorted(self._found.values(), key=lambda each: (each[0], each[2].url)):
+            by_real.setdefault(real, file)
+        files = {file.url: file for file in by_real.values()}
+        ignored = sorted(url for url, real in self._ignored.items() if real not in by_real)
+        return Discovery(files=tuple(files[url] for url in sorted(files)), ignored=tuple(ignored))
+
+    def add(self, path: str) -> None:
+        """Add the files of an entry of `data.paths`."""
+        fs, root = resolve(path)
+        try:
+            entries = retried(lambda: _entries(fs, root), fs=fs, name=path)
+            if not entries:
+                problem = "matches no file" if has_magic(root) else "does not exist"
+                raise ConfigError(f"data.paths has {path!r}, which {problem}; give a file, folder or pattern that does")
+            self._entered.clear()
+            for entry in entries:
+                self._add_named(fs, entry)
+            while self._links:
+                linked, folder, below = self._links.popleft()
+                self._add_folder(linked, folder, below=below)
+        except Exception as error:
+            if not is_of_storage(error):
+                raise
+            why = printable(str(error))
+            raise ConfigError(f"data.paths has {path!r}, which cannot be read: {why}; check access") from error
+
+    def _add_named(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any]) -> None:
+        found = _target_of(entry)
+        name = entry["name"].rstrip("/")
+        if found["type"] == "directory":
+            self._add_folder(fs, name, below="")
+        elif self._data.format == "auto" and is_binary(name):
+            raise ConfigError(
+                f"data.paths has {printable(name)!r}, must not have files of type {extension(name)}, which are not "
+                "read; convert it to JSON Lines or Parquet, or set data.format"
+            )
         else:
-            entries = list(fs.glob(root, detail=True).values()) if has_magic(root) else []
-    except OSError as error:
-        raise ConfigError(f"data.paths has {path!r}, which cannot be read: {error}; check access") from error
-    if not entries:
-        problem = "matches no file" if has_magic(root) else "does not exist"
-        raise ConfigError(f"data.paths has {path!r}, which {problem}; give a file, folder or pattern that does")
-    for entry in map(_target_of, entries):
-        inside = _walk(fs, entry["name"], data=data, below="") if entry["type"] == "directory" else [entry]
-        yield from (_input_file(fs, found, declared=data.format) for found in inside)
+            self._add_file(fs, found, real=os.path.realpath(name) if is_local(fs) else name_of(fs, name))
+
+    def _add_folder(self, fs: fsspec.AbstractFileSystem, folder: str, *, below: str) -> None:
+        """Add the files under `folder`, whose path relative to the configured one is `below`."""
+        real = os.path.realpath(folder) if is_local(fs) else name_of(fs, folder)
+        if real in self._entered:
+            return
+        self._entered.add(real)
+        listed = retried(lambda: fs.ls(folder, detail=True), fs=fs, name=folder)
+        entries = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listed}
+        entries = {name: entry for name, entry in entries.items() if entry["name"].rstrip("/") != folder.rstrip("/")}
+        wanted = _wanted_names(fs, folder, names=entries, choose_split=not self._data.include)
+        for name, listed_entry in sorted(entries.items()):
+            if _matches(name, self._data.exclude):
+                continue
+            own = f"{real}/{name}"
+            if (wanted is not None and name not in wanted) or _matches(name, _NEVER_READ):
+                if wanted is not None or not self._data.include:
+                    self._ignore(fs, listed_entry, real=own)
+                continue
+            entry = _target_of(listed_entry)
+            if entry["type"] == "directory" and listed_entry.get("islink"):
+                self._links.append((fs, entry["name"], f"{below}{name}/"))
+            elif entry["type"] == "directory":
+                self._add_folder(fs, entry["name"], below=f"{below}{name}/")
+            elif entry["type"] == "file" and _is_included(name, below, self._data):
+                self._add_file(fs, entry, real=os.path.realpath(own) if listed_entry.get("islink") else own)
+            elif not self._data.include or _is_asked_for(name, below, self._data.include):
+                self._ignore(fs, entry, real=own)
+
+    def _add_file(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, real: str) -> None:
+        file = _input_file(fs, entry, declared=self._data.format)
+        self._found[file.url] = bool(entry.get("islink")), real, file
+
+    def _ignore(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, real: str) -> None:
+        self._ignored[name_of(fs, entry["name"].rstrip("/")) + "/" * (entry["type"] == "directory")] = real
 
 
-def _walk(fs: fsspec.AbstractFileSystem, folder: str, *, data: DataConfig, below: str) -> Iterator[dict[str, Any]]:
-    """File entries under `folder`, whose path relative to the configured one is `below`."""
-    for listed in fs.ls(folder, detail=True):
-        entry = _target_of(listed)
-        name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
-        if entry["name"].rstrip("/") == folder.rstrip("/") or _matches(name, (*_NEVER_READ, *data.exclude)):
-            continue
-        if entry["type"] == "directory":
-            if not listed.get("islink"):
-                yield from _walk(fs, entry["name"], data=data, below=f"{below}{name}/")
-        elif entry["type"] == "file" and _is_included(name, below, data):
-            yield entry
+def _entries(fs: fsspec.AbstractFileSystem, root: str) -> list[dict[str, Any]]:
+    try:
+        return [fs.info(root)]
+    except (FileNotFoundError, NotADirectoryError):  # `exists` would be false after any error
+        return list(fs.glob(root, detail=True).values()) if has_magic(root) else []
 
 
 def _target_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry; for a link in a local folder its target, under the link's name."""
-    target = Path(entry["name"]).resolve() if entry.get("islink") else None
-    if target is None or not target.exists():
+    """The entry; for a link in a local folder its target, under the link's name.
+
+    Raises:
+        ConfigError: The target does not exist.
+    """
+    if not entry.get("islink"):
         return entry
-    fs, path = resolve(str(target))
-    return {**fs.info(path), "name": entry["name"]}
+    link = Path(entry["name"])
+    if not link.exists():
+        named = printable(f"{link} to {link.readlink()}")
+        raise ConfigError(
+            f"data.paths has the link {named}, which does not exist; repair or delete it, or set data.exclude"
+        )
+    fs, target = resolve(os.path.realpath(entry["name"]))
+    return {**fs.info(target), "name": entry["name"], "islink": True}
 
 
 def _is_included(name: str, below: str, data: DataConfig) -> bool:
+    if is_binary(name) and data.format in ("auto", "text"):
+        return False
     if data.include:
-        return any(fnmatchcase(below + name if "/" in pattern else name, pattern) for pattern in data.include)
-    usual = _EXTENSIONS.get(data.format)
-    return usual is None or format_of(name, "auto") == data.format or (data.format == "jsonl" and ".json" in name)
+        return _is_asked_for(name, below, data.include)
+    if data.format == "text":
+        return True
+    kind = kind_of(name)
+    if data.format == "auto":
+        return kind is not None and not is_description(name)
+    return kind == data.format or (data.format in ("jsonl", "json") and kind in ("jsonl", "json"))
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+def _is_asked_for(name: str, below: str, include: Collection[str]) -> bool:
+    return any(fnmatchcase(below + name if "/" in pattern else name, pattern) for pattern in include)
+
+
+def _wanted_names(
+    fs: fsspec.AbstractFileSystem, folder: str, *, names: Collection[str], choose_split: bool
+) -> Collection[str] | None:
+    """Names in a folder that `datasets.save_to_disk` wrote which hold data: the files of its table, or its split
+    `train`, or its only one (all of them unless `choose_split`). None for other folders.
+
+    Raises:
+        ConfigError: Files are missing, or which split to read is not clear.
+    """
+    kind = next((name for name in ("state.json", "dataset_dict.json") if name in names), None)
+    try:
+        described = json.loads(retried(lambda: fs.cat_file(join(folder, kind)), fs=fs, name=folder)) if kind else None
+    except ValueError:
+        return None
+    described = described if isinstance(described, dict) else {}
+    if isinstance(files := described.get("_data_files"), list):
+        wanted = [each["filename"] for each in files]
+        missing = sorted(set(wanted) - set(names))
+        if missing:
+            raise ConfigError(
+                f"data.paths has {printable(folder)!r}, saved by datasets, without {missing[0]!r} and "
+                f"{len(missing) - 1} more files that its state.json names; save or copy it again"
+            )
+        return wanted
+    splits = described.get("splits") if kind == "dataset_dict.json" else None
+    if not isinstance(splits, list) or not choose_split:
+        return None
+    if "train" in splits or len(splits) == 1:
+        return ["train"] if "train" in splits else splits
+    raise ConfigError(
+        f"data.paths has {printable(folder)!r}, saved by datasets, with splits {', '.join(splits)}, must name one; "
+        f"e.g. {printable(join(folder, splits[0]))}"
+    )
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _input_file(fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, declared: str) -> InputFile:
     stamps = (entry.get(key) for key in ("ETag", "mtime", "LastModified", "updated", "created"))
     size = int(entry.get("size") or 0)
+    kind = format_of(entry["name"], declared)
+    if kind == "json" and codec_of(entry["name"]) is None and size > PIECE_BYTES:
+        # Lines can be read in pieces, unlike other JSON.
+        with retried(lambda: fs.open(entry["name"], "rb"), fs=fs, name=entry["name"]) as handle:
+            kind = "jsonl" if is_json_line(handle.readline(MAX_FIRST_LINE)) else kind
     return InputFile(
         url=name_of(fs, entry["name"]),
-        format=format_of(entry["name"], declared),
+        format=kind,
         num_bytes=size,
         stamp=str(next((stamp for stamp in stamps if stamp is not None), "")),
         start=0,
         stop=size,
+        is_guessed=declared == "auto",
     )

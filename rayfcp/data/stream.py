@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.account import ReadAccount
+from rayfcp.data.account import ReadAccount, counted
 from rayfcp.data.balance import Balance, skipped_lines
 from rayfcp.data.index import CountCall, LengthIndex, read_balances
 from rayfcp.data.manifest import (
@@ -33,10 +33,11 @@ from rayfcp.data.manifest import (
     resolve,
     whole_file,
 )
-from rayfcp.data.prepare import SplitResult, fingerprint_of, prepare_split
+from rayfcp.data.prepare import SplitResult, fingerprint_of, prepare_split, to_json
 from rayfcp.data.rows import BadRow, LongSequences
 from rayfcp.data.sampler import Sampler, permute
 from rayfcp.data.sources import InputSplit, discover, make_splits, would_be_read
+from rayfcp.data.storage import check_unreadable
 from rayfcp.data.tokenizer import tokenizer_of
 from rayfcp.values import GlobalBatch, Sample
 
@@ -55,7 +56,8 @@ Waiter = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The parts of a stream. `folder`: where their shards are written, not part of the file."""
+    """The parts of a stream. `folder`: where their shards are written, not part of the file. `ignored_files`: a line
+    that names files that are not read."""
 
     folder: str
     fingerprint: str
@@ -63,6 +65,8 @@ class Stream:
     tokenizer_fingerprint: str
     tokenizer_vocab_size: int
     splits: tuple[InputSplit, ...]
+    num_ignored_files: int = 0
+    ignored_files: str = ""
 
     def prepare(self, split: int, *, data: DataConfig) -> None:
         """Tokenise a split, unless its shards are there."""
@@ -71,13 +75,13 @@ class Stream:
             result = work(self.splits[split])
             fs, path = resolve(self._result_url(split))
             with whole_file(fs, path) as file:
-                file.write(_RESULT.dump_json(result))
+                file.write(to_json(_RESULT, result))
 
     def manifest(self, split: int) -> PreparedManifest | None:
         """The split as prepared data of its own; None if it is not there as a whole."""
         fs, path = resolve(self._result_url(split))
         try:
-            result = _RESULT.validate_json(fs.cat_file(path))
+            result = _RESULT.validate_python(json.loads(fs.cat_file(path)))
             sizes = {
                 name: fs.size(join(resolve(self.folder)[1], name)) for each in result.shards for name in each.files
             }
@@ -124,8 +128,8 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
     Raises:
         ConfigError: There is nothing to read.
     """
-    files = discover(data)
-    fingerprint = fingerprint_of(data, files=files)
+    found = discover(data)
+    fingerprint = fingerprint_of(data, files=found.files)
     folder = name_of(*resolve(join(cache_dir, f"stream-{fingerprint}")))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
@@ -136,7 +140,9 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_vocab_size=tokenizer.vocab_size,
-        splits=make_splits(files),
+        splits=make_splits(found.files),
+        num_ignored_files=len(found.ignored),
+        ignored_files=found.ignored_line() or "",
     )
     fs, path = resolve(join(folder, STREAM_NAME))
     with whole_file(fs, path) as file:
@@ -173,7 +179,7 @@ class StreamIndex:
         self.named_bad_rows: tuple[BadRow, ...] = ()
         self.balance = Balance(max_seqlen=max_seqlen, long_sequences=long_sequences, samples_per_row=1)
         """What became of the parts that were read so far, files not counted."""
-        self._stream, self._account = stream, ReadAccount()
+        self._stream, self.account = stream, ReadAccount()
         self._read: set[int] = set()
         self._count_skipped: CountCall = lambda _reason, _count: None
 
@@ -190,12 +196,19 @@ class StreamIndex:
         splits = self._stream.splits
         if not self._read:
             num_bytes = sum(split.num_bytes for split in splits)
-            return [f"a stream of {num_bytes / 1e6:,.1f} MB in {len(splits):,} parts, tokenized as it is needed"]
+            size = f"{num_bytes / 1e6:,.1f} MB in {counted(len(splits), 'part')}"
+            return [f"a stream of {size}, tokenized as it is needed", *filter(None, [self._stream.ignored_files])]
         files = {file.url for split in self._read for file in splits[split].files}
-        balance = replace(self.balance, num_files=len(files))
+        num_unreadable = len(self.account.unreadable_files)
+        balance = replace(
+            self.balance,
+            num_files=len(files) - num_unreadable,
+            num_ignored_files=self._stream.num_ignored_files,
+            num_unreadable_files=num_unreadable,
+        )
         title = f"account of {len(self._read):,} of {len(splits):,} parts"
         skipped = skipped_lines(self.named_bad_rows, path=path)
-        return [*balance.lines(title), *skipped, *self._account.lines()]
+        return [*balance.lines(title), *skipped, *self.account.lines()]
 
     def add(self, split: int, balance: Balance, *, account: ReadAccount, named: tuple[BadRow, ...]) -> None:
         """Add a part that was read, unless it was before."""
@@ -203,7 +216,7 @@ class StreamIndex:
             return
         self._read.add(split)
         self.balance = Balance.total([self.balance, balance])
-        self._account = ReadAccount.total([self._account, account])
+        self.account = ReadAccount.total([self.account, account])
         self.named_bad_rows = (*self.named_bad_rows, *named)[:MAX_NAMED_ROWS]
         for reason, count in balance.skipped.items():
             self._count_skipped(reason, count)
@@ -293,6 +306,8 @@ class StreamSampler(Sampler):
         indices = [self._length_index(split) for split in self._splits(window)]
         balance = self.index.balance
         balance.check_bad_rows(named=self.index.named_bad_rows, max_bad_fraction=self._data.max_bad_fraction)
+        unreadable = self.index.account.unreadable_files
+        check_unreadable(unreadable, max_unreadable_files=self._data.max_unreadable_files)
         if balance.num_sequences:
             balance.check_targets("data.paths")
         self._opened[window] = indices

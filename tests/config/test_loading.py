@@ -149,7 +149,7 @@ def refused(text: str) -> str:
             "data: {paths: x, max_seqlen: 9000}",
             "data.max_seqlen is 9000, must be at most model.architecture.max_positions",
         ),
-        ("data: {paths: x, format: csv}", "data.format is 'csv', must be one of 'auto', 'text'"),
+        ("data: {paths: x, format: xlsx}", "data.format is 'xlsx', must be one of 'auto', 'text'"),
         ("cluster: {num_workers: 0}", "cluster.num_workers is 0, must be at least 1; raise it"),
         ("cluster: {num_workers: [0, 4]}", "cluster.num_workers is [0, 4], must be at least 1; raise it"),
         ("cluster: {num_workers: [4, 2]}", "min no greater than max; swap them"),

@@ -52,7 +52,7 @@ def read_all(path: object, **keys: Any) -> list[TokenRow | BadRow]:
     data = data_config(path, **keys)
     return [
         row
-        for file in discover(data)
+        for file in discover(data).files
         for row in read_rows(file, tokenizer=ByteTokenizer(), text_column=data.text_column)
     ]
 

@@ -424,7 +424,7 @@ def test_text_goes_before_conversations_and_a_column_may_be_named(
 def test_prepared_data_depend_on_the_template(folder_of: Callable[..., str], tmp_path: Path) -> None:
     def fingerprint(path: str, **keys: Any) -> str:
         data = data_config(path, **keys)
-        return fingerprint_of(data, files=discover(data))
+        return fingerprint_of(data, files=discover(data).files)
 
     rows = write_rows(tmp_path / "a.jsonl", {"text": ["a"]})
     (tmp_path / "a.txt").write_text("a")

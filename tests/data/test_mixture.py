@@ -273,7 +273,7 @@ def test_errors_name_the_source(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"data.sources.c.paths has '.*/c.jsonl', which does not exist"):
         sampler_of(mixture(tmp_path, sources={"a": {}, "c": {}}), tmp_path)
-    with pytest.raises(ConfigError, match=r"data.max_bad_fraction allows 0.01; first: .*b.jsonl row 0"):
+    with pytest.raises(ConfigError, match=r"data.max_bad_fraction allows 0.01; first: .*b.jsonl row 1"):
         sampler_of(mixture(tmp_path, sources={"a": {}, "b": {}}), tmp_path)
     with pytest.raises(ConfigError, match=r"data\.sources\.a has no sample, must have one of at most data.max_seqlen"):
         (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b"}))

@@ -294,8 +294,8 @@ def test_mixtures_draw_pairs(tmp_path: Path) -> None:
 def test_prepared_folders_of_another_kind_are_refused(tmp_path: Path) -> None:
     pair_file(tmp_path / "a.jsonl", pairs=2)
     own = data_config(tmp_path / "a.jsonl", rows="pairs")
-    assert fingerprint_of(own, files=discover(own)) != fingerprint_of(
-        own.model_copy(update={"rows": "sequences"}), files=discover(own)
+    assert fingerprint_of(own, files=discover(own).files) != fingerprint_of(
+        own.model_copy(update={"rows": "sequences"}), files=discover(own).files
     )
     prepare_local(own, out_dir=str(tmp_path / "pairs"))
     write_rows(tmp_path / "b.jsonl", {"text": ["one"]})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
 from rayfcp.data import BadReason, cached_prepare, manifest, prepare, prepare_local, read_manifest, shards, sources
+from rayfcp.data.storage import UnreadableFileError
 from tests.data.makers import EOS, data_config, few_examples, stored_rows, write_rows
 
 ENDINGS = (".jsonl", ".parquet", ".arrow", ".stream.arrow")
@@ -60,7 +61,7 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     strict = data.model_copy(update={"max_bad_fraction": 0.49})
     words = (
         r"2 of 4 rows \(50.00%\) are bad \(empty 1, not_utf8 1\), data.max_bad_fraction allows 0.49; "
-        r"first: .*a.jsonl row 1"
+        r"first: .*a.jsonl row 2"
     )
     for out_dir in ("out", "other"):
         with pytest.raises(ConfigError, match=words):
@@ -100,6 +101,25 @@ def test_ray_data_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     assert len(done) == 4
     assert done[-1][0] == done[-1][1]
+
+
+def test_a_broken_file_on_ray_is_one_line_or_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    bad_name = b"\xff.jsonl".decode(errors="surrogateescape")
+    for name in ("a.jsonl", bad_name):
+        write_rows(tmp_path / "in" / name, {"text": [name[0] if name[0] == "a" else "x"] * 3})
+    (tmp_path / "in" / "b.json").write_text('[{"text": "b"}, {"text"')
+    monkeypatch.setattr(sources, "SPLIT_BYTES", 10)
+    monkeypatch.setattr(sys.modules[prepare.__module__], "SMALL_BYTES", 0)
+    with pytest.raises(ConfigError, match=r"^[^\n]*b\.json cannot be read: [^\n]*$"):
+        prepare(data_config(tmp_path / "in"), out_dir=str(tmp_path / "ray"))
+    assert manifest.find_manifest(str(tmp_path / "ray")) is None
+    some = data_config(tmp_path / "in", max_unreadable_files=1)
+    here = prepare_local(some, out_dir=str(tmp_path / "here"))
+    on_ray = prepare(some, out_dir=str(tmp_path / "ray"))
+    assert (on_ray.shards, on_ray.account) == (here.shards, here.account)
+    assert (on_ray.num_rows, list(on_ray.account.unreadable_files)) == (7, [str(tmp_path / "in" / "b.json")])
 
 
 def test_cache_is_used_until_something_changes(tmp_path: Path) -> None:
@@ -185,7 +205,7 @@ def test_an_error_while_writing_leaves_no_shard(tmp_path: Path, monkeypatch: pyt
         discover = sources.discover(data)
         (tmp_path / "b.txt").unlink()
         patch.setattr(sys.modules[prepare.__module__], "discover", lambda _: discover)
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(UnreadableFileError, match=r"b\.txt cannot be read: .*No such file"):
             prepare_local(data, out_dir=str(tmp_path / "out"))
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -3,14 +3,17 @@
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
-from rayfcp.data import sources
+from rayfcp.data import prepare_local, read_manifest, sources
+from rayfcp.data.manifest import resolve
 from rayfcp.data.sources import InputFile, discover, make_splits
-from tests.data.makers import data_config, few_examples
+from rayfcp.data.stream import find_stream, open_stream
+from tests.data.makers import data_config, few_examples, read_all
 
 
 @pytest.fixture
@@ -22,19 +25,20 @@ def tree(tmp_path: Path) -> Path:
 
 
 def names(tree: Path, *paths: object, **keys: object) -> list[str]:
-    found = [file.url for file in discover(data_config(*(paths or [tree]), **keys))]
+    found = [file.url for file in discover(data_config(*(paths or [tree]), **keys)).files]
     return [str(Path(url).relative_to(tree)) for url in found]
 
 
 def test_folders(tree: Path) -> None:
-    assert names(tree) == ["a.py", "b.py", "c.txt", "sub/d.py", "sub/test/e.py", "test_f.py"]
+    assert names(tree) == ["c.txt"]
+    assert names(tree, format="text") == ["a.py", "b.py", "c.txt", "sub/d.py", "sub/test/e.py", "test_f.py"]
     assert names(tree, include=["*.py"], exclude=["test*"]) == ["a.py", "b.py", "sub/d.py"]
     assert names(tree, include=["sub/*.py"]) == ["sub/d.py", "sub/test/e.py"]
 
 
 def test_files_globs_and_urls_each_once(tree: Path) -> None:
     assert names(tree, tree / "b.py", tree / "*.py", f"file://{tree}/a.py") == ["a.py", "b.py", "test_f.py"]
-    assert names(tree, f"{tree}/s*") == ["sub/d.py", "sub/test/e.py"]
+    assert names(tree, f"{tree}/s*", format="text") == ["sub/d.py", "sub/test/e.py"]
     assert names(tree, f"{tree}/**/d.py") == ["sub/d.py"]
 
 
@@ -44,22 +48,35 @@ def test_a_name_with_glob_signs_is_a_name_first(tmp_path: Path) -> None:
     assert names(tmp_path, tmp_path / "a[1].txt") == ["a[1].txt"]
 
 
-def test_links(tree: Path) -> None:
-    (tree / "sub" / "link.py").symlink_to(tree / "a.py")
-    (tree / "sub" / "loop").symlink_to(tree)
-    (tree / "sub" / "dead.py").symlink_to(tree / "nowhere")
-    os.mkfifo(tree / "sub" / "pipe.py")
-    assert names(tree, tree / "sub") == ["sub/d.py", "sub/link.py", "sub/test/e.py"]
-    assert names(tree, tree / "sub" / "link.py") == ["sub/link.py"]
+def test_each_linked_folder_and_file_is_read_once(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "x.txt").write_text("x")
+    (tree / "a_link").symlink_to(tree / "sub")
+    (tree / "again").symlink_to(elsewhere)
+    (tree / "away").symlink_to(elsewhere)
+    (tree / "c_link.txt").symlink_to(tree / "c.txt")
+    (elsewhere / "back").symlink_to(tree)
+    (tree / "sub" / "z.txt").write_text("z")
+    (tree / "sub" / "link.txt").symlink_to(elsewhere / "x.txt")
+    found = discover(data_config(tree))
+    assert [str(Path(file.url).relative_to(tree)) for file in found.files] == ["again/x.txt", "c.txt", "sub/z.txt"]
+    assert not [url for url in found.ignored if url.endswith(".txt")]
+    assert names(tree, tree / "c_link.txt") == ["c_link.txt"]
 
 
-def test_formats(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.parquet", "c.arrow", "d.json", "e.jsonl.gz", "f.md"):
-        (tmp_path / name).write_text("x")
-    formats = [file.format for file in discover(data_config(tmp_path))]
-    assert formats == ["jsonl", "parquet", "arrow", "text", "jsonl", "text"]
-    assert names(tmp_path, format="jsonl") == ["a.jsonl", "d.json", "e.jsonl.gz"]
-    assert names(tmp_path, format="parquet") == ["b.parquet"]
+@pytest.mark.parametrize("target", ["nowhere", "dead.txt"])
+def test_a_link_to_nothing_is_an_error_unless_it_is_excluded(tree: Path, target: str) -> None:
+    (tree / "sub" / "dead.txt").symlink_to(tree / "sub" / target)
+    with pytest.raises(ConfigError, match=r"data\.paths has the link .*/dead\.txt to .*, which does not exist"):
+        discover(data_config(tree))
+    assert names(tree, exclude=["dead*"]) == ["c.txt"]
+
+
+def test_what_is_no_file_is_ignored(tree: Path) -> None:
+    os.mkfifo(tree / "pipe.txt")
+    found = discover(data_config(tree))
+    assert [Path(file.url).name for file in found.files] == ["c.txt"]
+    assert str(tree / "pipe.txt") in found.ignored
 
 
 @pytest.mark.parametrize("path", ["missing", "*.nothing", "memory://missing/folder", "nosuchprotocol://x"])
@@ -92,3 +109,150 @@ def test_splits_hold_every_byte_once(sizes: list[int], kind: str) -> None:
     assert [split.index for split in splits] == list(range(len(splits)))
     assert all(split.num_bytes <= 10 or len(split.files) == 1 for split in splits)
     assert all(len(split.files) == 1 for split in splits if any(file.start for file in split.files))
+
+
+# Name, its format in a folder (None: ignored), and its format if it is named itself (None: refused).
+KINDS = [
+    ("a.txt", "text", "text"),
+    ("A.TXT.GZ", "text", "text"),
+    ("b.jsonl", "jsonl", "jsonl"),
+    ("B.JSONL", "jsonl", "jsonl"),
+    ("b.ndjson.bz2", "jsonl", "jsonl"),
+    ("b.jsonl.txt", "jsonl", "jsonl"),
+    ("b.Jsonl.ZST", "jsonl", "jsonl"),
+    ("train.jsonl-00000-of-00002", "jsonl", "jsonl"),
+    ("c4-train.00000-of-01024.json.gz", "json", "json"),
+    ("c.json.xz", "json", "json"),
+    ("d.csv", "csv", "csv"),
+    ("d.CSV.gz", "csv", "csv"),
+    ("d.tsv", "tsv", "tsv"),
+    ("e.parquet", "parquet", "parquet"),
+    ("e.PQ", "parquet", "parquet"),
+    ("f.arrow", "arrow", "arrow"),
+    ("g.tar", "webdataset", "webdataset"),
+    ("g.tgz", "webdataset", "webdataset"),
+    ("h.md", None, "text"),
+    ("h.py", None, "text"),
+    ("no_extension", None, "text"),
+    ("README.txt", None, "text"),
+    ("LICENSE", None, "text"),
+    ("dataset_infos.json", None, "json"),
+    (".hidden.jsonl", None, "jsonl"),
+    ("i.PNG", None, None),
+    ("i.safetensors", None, None),
+    ("i.npy", None, None),
+    ("i.pdf", None, None),
+    ("i.xlsx", None, None),
+    ("i.zip", None, None),
+    ("i.jsonl.lz4", None, None),
+]
+
+
+@pytest.mark.parametrize(("name", "inside", "alone"), KINDS)
+def test_kinds_of_files(tmp_path: Path, name: str, inside: str | None, alone: str | None) -> None:
+    for each in (name, "z.txt"):
+        (tmp_path / each).write_text("x")
+    found = discover(data_config(tmp_path))
+    assert {Path(file.url).name: file.format for file in found.files} == {"z.txt": "text"} | (
+        {name: inside} if inside else {}
+    )
+    assert found.ignored == (() if inside else (str(tmp_path / name),))
+    if alone:
+        assert [file.format for file in discover(data_config(tmp_path / name)).files] == [alone]
+    else:
+        with pytest.raises(ConfigError, match=rf"must not have files of type {Path(name).suffix.lower()}|\.jsonl\.lz4"):
+            discover(data_config(tmp_path / name))
+
+
+def test_declared_formats_take_their_usual_extensions(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.parquet", "d.json", "e.jsonl.gz", "f.md", "g.csv", "h.png"):
+        (tmp_path / name).write_text("x")
+    assert names(tmp_path, format="jsonl") == ["a.jsonl", "d.json", "e.jsonl.gz"]
+    assert names(tmp_path, format="parquet") == ["b.parquet"]
+    assert names(tmp_path, format="csv") == ["g.csv"]
+    assert names(tmp_path, format="text") == ["a.jsonl", "b.parquet", "d.json", "e.jsonl.gz", "f.md", "g.csv"]
+    assert discover(data_config(tmp_path, format="text")).ignored == (str(tmp_path / "h.png"),)
+
+
+def test_one_line_counts_ignored_files(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "README.md", "x.md", "LICENSE", "sub/y.bin", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = discover(data_config(tmp_path))
+    line = f"ignored files: 5 (.md 2, .git, LICENSE, .bin), e.g. {tmp_path}/.git/"
+    assert found.ignored_line() == line
+    with pytest.raises(ConfigError, match=r"hold no file .*; ignored files: 1 \(\.bin\)"):
+        discover(data_config(tmp_path / "sub"))
+    assert discover(data_config(tmp_path, include=["*.jsonl"])).ignored_line() is None
+
+
+def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        folder = tmp_path / "saved" / split
+        folder.mkdir(parents=True)
+        for name in ("data-00000-of-00001.arrow", "cache-12ab.arrow", "dataset_info.json"):
+            (folder / name).write_text("x")
+        (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert names(tmp_path, tmp_path / "saved") == ["saved/train/data-00000-of-00001.arrow"]
+    assert str(tmp_path / "saved" / "test") + "/" in discover(data_config(tmp_path / "saved")).ignored
+    assert names(tmp_path, tmp_path / "saved" / "test") == ["saved/test/data-00000-of-00001.arrow"]
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["a", "test"]}')
+    with pytest.raises(ConfigError, match=r"splits a, test, must name one; e\.g\. .*/saved/a"):
+        discover(data_config(tmp_path / "saved"))
+    (tmp_path / "saved" / "test" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(ConfigError, match=r"without 'data-00000-of-00001\.arrow'"):
+        discover(data_config(tmp_path / "saved" / "test"))
+
+
+def test_a_large_json_file_of_lines_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 10)
+    (tmp_path / "a.json").write_text('{"text": "a"}\n' * 3)
+    (tmp_path / "b.json").write_text('[{"text": "a"},\n{"text": "b"}]')
+    files = discover(data_config(tmp_path)).files
+    assert [(file.format, len(make_splits((file,)))) for file in files] == [("jsonl", 5), ("json", 1)]
+
+
+ODD_NAMES = [
+    "a::b",
+    "a#b",
+    "a?b",
+    "a b",
+    "a%20b",
+    "a[1]",
+    "a\nb",
+    "a\\b",
+    "~",
+    "ä",
+    "a;b,c",
+    b"\xff\xfe".decode(errors="surrogateescape"),
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_is_read_named_and_printed(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / f"{name}.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
+    for path in (tmp_path, folder, folder / f"{name}.jsonl", f"file://{folder}"):
+        (file,) = discover(data_config(path)).files
+        assert file.url == f"{folder}/{name}.jsonl"
+    made = prepare_local(data_config(tmp_path), out_dir=str(tmp_path / ".out" / name))
+    assert (made.num_rows, made.named_bad_rows[0].shard) == (1, file.url)
+    assert read_manifest(str(tmp_path / ".out" / name)) == made
+    assert str(made).isprintable() and str(made).encode()
+    stream = open_stream(data_config(folder), cache_dir=str(tmp_path / ".stream"))
+    stream.prepare(0, data=data_config(folder))
+    found = find_stream(stream.folder)
+    assert found is not None and found.manifest(0) == stream.manifest(0) is not None
+
+
+@pytest.mark.parametrize("name", ["a::b", "a#b", "a b", "a%20b", "a[1]"])
+def test_odd_names_elsewhere(tmp_path: Path, name: str) -> None:
+    url = f"memory://{tmp_path.name}/{name}/{name}.jsonl"
+    fs = fsspec.filesystem("memory")
+    fs.pipe(f"/{tmp_path.name}/{name}/{name}.jsonl", b'{"text": "a"}')
+    for path in (f"memory://{tmp_path.name}", url):
+        (file,) = discover(data_config(path)).files
+        assert tuple(resolve(file.url)) == tuple(resolve(url))
+    assert len(list(read_all(url))) == 1

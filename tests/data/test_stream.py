@@ -109,7 +109,7 @@ def test_a_part_that_a_lost_reader_left_is_made_here(folder: Path) -> None:
 def test_bad_rows_end_it(folder: Path) -> None:
     (folder / "texts" / "bad.jsonl").write_text('{"other": 1}\n' * 20)
     with pytest.raises(
-        ConfigError, match=r"data.max_bad_fraction allows 0.1; first: .*bad.jsonl row 0: missing_column"
+        ConfigError, match=r"data.max_bad_fraction allows 0.1; first: .*bad.jsonl row 1: missing_column"
     ):
         texts(sampler(folder, max_bad_fraction=0.1), steps=range(1, 30))
 

@@ -1,0 +1,110 @@
+"""Formats of files by their names: which are read, which never are, and which only describe data."""
+
+import json
+import re
+
+COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".zstd": "zstd"}
+"""Codec by ending. Python modules have the codecs' names, except zstd, which pyarrow reads."""
+
+EXTENSIONS = {
+    "text": (".txt", ".text"),
+    "jsonl": (".jsonl", ".ndjson", ".jsonlines"),
+    "json": (".json",),
+    "csv": (".csv",),
+    "tsv": (".tsv", ".tab"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+    "webdataset": (".tar", ".tgz"),
+}
+
+_BINARY = re.compile(
+    # images, sound and film; archives, and compression that is not read; arrays, weights and indices
+    r"\.(png|jpe?g|gif|bmp|webp|tiff?|ico|mp3|wav|flac|ogg|mp4|mkv|avi|mov|webm|zip|7z|rar|jar|whl|egg|lz4|lzo|lzma|br|"
+    r"z|sz|snappy|np[yz]|mat|pth?|ckpt|safetensors|bin|idx|gguf|onnx|pkl|pickle|joblib|index|faiss|"
+    # documents; databases and other tables; programs
+    r"pdf|docx?|pptx?|xlsx?|od[st]|epub|mobi|djvu|db|sqlite3?|duckdb|mdb|h5|hdf5|orc|avro|tfrecords?|mds|lmdb|rds|sav|"
+    r"dta|py[co]|so|dll|dylib|exe|o|a|class|wasm)$"
+)
+_DESCRIPTION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|requirements)\b", re.I)
+_METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
+_SHARD_NUMBER = re.compile(r"[-_.]\d+-of-\d+$")
+
+
+MAX_FIRST_LINE = 1 << 20
+"""Bytes of a JSON file that are searched for the end of its first line."""
+
+
+def kind_of(name: str) -> str | None:
+    """The format of the extension, in any case, behind compression and behind the number of a shard; None if unknown.
+
+    >>> kind_of("c4-train.00000-of-01024.json.gz"), kind_of("A.JSONL"), kind_of("rows.jsonl.txt"), kind_of("LICENSE")
+    ('json', 'jsonl', 'jsonl', None)
+    """
+    name = _SHARD_NUMBER.sub("", _uncompressed(name))
+    behind = _SHARD_NUMBER.sub("", _uncompressed(name.removesuffix(".txt")))
+    by_ending = {ending: kind for kind, endings in EXTENSIONS.items() for ending in endings}
+    return by_ending.get(_ending(behind)) or by_ending.get(_ending(name))
+
+
+def format_of(name: str, declared: str) -> str:
+    """Return the declared format; for `auto` that of the extension, `text` for all others.
+
+    >>> format_of("a/b.jsonl.gz", "auto"), format_of("a/b.py", "auto"), format_of("a/b.json", "jsonl")
+    ('jsonl', 'text', 'jsonl')
+    """
+    return (kind_of(name) or "text") if declared == "auto" else declared
+
+
+def codec_of(name: str) -> str | None:
+    """The compression of a file, None without.
+
+    >>> codec_of("a.jsonl.ZST"), codec_of("a.jsonl")
+    ('zstd', None)
+    """
+    return COMPRESSED.get(_ending(name.lower()))
+
+
+def is_binary(name: str) -> bool:
+    """True if the extension is one of a format that holds no text and is not read."""
+    return kind_of(name) is None and _BINARY.search(_uncompressed(name)) is not None
+
+
+def is_description(name: str) -> bool:
+    """True for files that describe the data beside them, e.g. README.txt and dataset_info.json.
+
+    >>> is_description("README.txt"), is_description("dataset_infos.json"), is_description("train.json")
+    (True, True, False)
+    """
+    return name.lower() in _METADATA or (kind_of(name) in (None, "text") and _DESCRIPTION.match(name) is not None)
+
+
+def extension(name: str) -> str:
+    """The extension with that of the compression, in lower case; the name if it has none.
+
+    >>> extension("/x/A.Bin"), extension("/x/b.md.gz"), extension("/x/LICENSE"), extension("/x/.gitattributes")
+    ('.bin', '.md.gz', 'LICENSE', '.gitattributes')
+    """
+    name = name.rstrip("/").rpartition("/")[2]
+    inner = _ending(_uncompressed(name))
+    return inner + name.lower()[len(_uncompressed(name)) :] if inner else name
+
+
+def is_json_line(line: bytes) -> bool:
+    """True if a whole line that begins with an object of JSON ends with it."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line.removeprefix(b"\xef\xbb\xbf")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _uncompressed(name: str) -> str:
+    """The name in lower case, without its folder and without endings of compression."""
+    name = name.lower().rpartition("/")[2]
+    while (ending := _ending(name)) in COMPRESSED and ending != ".tgz":
+        name = name.removesuffix(ending)
+    return name
+
+
+def _ending(name: str) -> str:
+    stem, dot, ending = name.rpartition(".")
+    return dot + ending if stem else ""

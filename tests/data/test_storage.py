@@ -1,0 +1,200 @@
+"""Storage that fails for a while is asked again and gives each row once; what fails for good stops the work."""
+
+import gzip
+import io
+import json
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rayfcp.config import ConfigError
+from rayfcp.data import prepare_local, storage
+from rayfcp.data.manifest import find_manifest
+from rayfcp.data.stream import StreamSampler, open_stream
+from tests.data.makers import EOS, data_config, few_examples, read_all, stored_rows, write_rows
+
+
+class Flaky(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Files in memory, of which calls fail by their numbers."""
+
+    protocol = "flaky"
+    cachable = False
+    files: ClassVar[dict[str, bytes]] = {}
+    failures: ClassVar[dict[int, Exception]] = {}
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def fail_at(cls, places: Iterable[int], error: Exception) -> None:
+        """Raise `error` at these calls from now on, counted from 1."""
+        cls.calls.clear()
+        cls.failures.clear()
+        cls.failures.update(dict.fromkeys(places, error))
+
+    def _count(self, what: str) -> None:
+        self.calls.append(what)
+        if error := self.failures.get(len(self.calls)):
+            raise error
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        self._count("ls")
+        folder = path.strip("/")
+        found = [name for name in self.files if name == folder or name.startswith(f"{folder}/")]
+        if not found:
+            raise FileNotFoundError(path)
+        return [{"name": name, "size": len(self.files[name]), "type": "file"} for name in found]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        name = path.strip("/")
+        (*_, entry) = self.ls(path)
+        return entry if name in self.files else {"name": name, "size": 0, "type": "directory"}
+
+    def open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        assert mode == "rb"
+        self._count("open")
+        return FlakyFile(self, self.files[path.strip("/")])
+
+
+class FlakyFile(io.BytesIO):
+    """At most seven bytes at a time."""
+
+    def __init__(self, fs: Flaky, data: bytes) -> None:
+        super().__init__(data)
+        self._fs = fs
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._fs._count("read")
+        return super().read(7 if size is None or size < 0 else min(size, 7))
+
+
+@pytest.fixture(autouse=True)
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(storage, "PAUSES_S", (0.0, 0.0, 0.0))
+    yield
+    Flaky.files.clear()
+    Flaky.failures.clear()
+
+
+class ServerError(Exception):
+    status = 503
+
+
+class ForbiddenError(Exception):
+    response: ClassVar[dict[str, Any]] = {"ResponseMetadata": {"HTTPStatusCode": 403}}
+
+
+TRANSIENT = [OSError(5, "i/o"), TimeoutError("slow"), ConnectionResetError(104, "reset"), ServerError("busy")]
+LASTING = [FileNotFoundError("gone"), PermissionError("no access"), ForbiddenError("denied")]
+LINES = [{"text": f"row {number}"} for number in range(9)]
+CONTENT = b"".join(json.dumps(line).encode() + b"\n" for line in LINES)
+EXPECTED = [[*line["text"].encode(), EOS] for line in LINES]
+
+
+def tokens(url: str) -> list[Any]:
+    return [row.tokens.tolist() for row in read_all(url)]  # type: ignore[union-attr]
+
+
+@few_examples
+@given(
+    places=st.sets(st.integers(1, 40), max_size=12),
+    error=st.sampled_from(TRANSIENT),
+    name=st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.json"]),
+)
+def test_rows_come_exactly_once_while_no_call_fails_four_times(places: set[int], error: Exception, name: str) -> None:
+    # A try to read is two calls, since the file is opened again.
+    assume(all(sum(first <= place < first + 8 for place in places) < 4 for first in places))
+    Flaky.files.clear()
+    Flaky.files[f"in/{name}"] = gzip.compress(CONTENT) if name.endswith(".gz") else CONTENT
+    Flaky.fail_at(places, error)
+    assert tokens("flaky://in") == EXPECTED
+
+
+@pytest.mark.parametrize("error", [*TRANSIENT, *LASTING])
+def test_an_error_that_lasts_names_the_file(error: Exception) -> None:
+    Flaky.files["in/a.jsonl"] = CONTENT
+    Flaky.fail_at([], error)
+    assert tokens("flaky://in") == EXPECTED
+    third = [number for number, call in enumerate(Flaky.calls, start=1) if call == "read"][2]
+    Flaky.fail_at(range(third, 100), error)
+    with pytest.raises(storage.UnreadableFileError, match=rf"in/a\.jsonl cannot be read: .*{error.args[-1]}"):
+        tokens("flaky://in")
+    assert len(Flaky.calls) - third == (0 if error in LASTING else len(storage.PAUSES_S))
+
+
+@pytest.mark.parametrize("error", [*TRANSIENT, *LASTING[1:]])
+def test_a_folder_is_listed_again(error: Exception) -> None:
+    Flaky.files["in/a.jsonl"] = CONTENT
+    if error in TRANSIENT:
+        Flaky.fail_at([1, 2, 3, 5], error)
+        assert tokens("flaky://in") == EXPECTED
+    Flaky.fail_at([1, 2, 3, 4], error)
+    with pytest.raises(ConfigError, match=r"data\.paths has 'flaky://in', which cannot be read"):
+        tokens("flaky://in")
+
+
+def test_a_file_that_ends_early_is_not_whole() -> None:
+    Flaky.files["in/a.jsonl"] = CONTENT
+    (entry,) = Flaky().ls("in")
+    remote = storage.RemoteFile(Flaky(), "in/a.jsonl", num_bytes=entry["size"] + 1)
+    with pytest.raises(OSError, match=rf"it ends after {len(CONTENT)} of {len(CONTENT) + 1} bytes"):
+        remote.readall()
+
+
+def broken_folder(folder: Path) -> None:
+    """Two good files around a broken one of three rows, the last of which is lost."""
+    write_rows(folder / "a.jsonl", {"text": ["a", "b"]})
+    (folder / "b.json").write_text('[{"text": "c"}, {"text": "d"}, {"text": "e"')
+    write_rows(folder / "c.jsonl", {"text": ["f"]})
+
+
+def test_unreadable_files_stop_or_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "in").mkdir()
+    broken_folder(tmp_path / "in")
+    data = data_config(tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"b\.json cannot be read"):
+        prepare_local(data, out_dir=str(tmp_path / "out"))
+    assert find_manifest(str(tmp_path / "out")) is None
+    some = data.model_copy(update={"max_unreadable_files": 1})
+    made = prepare_local(some, out_dir=str(tmp_path / "out"))
+    assert [[*text.encode(), EOS] for text in "abcdf"] == [tokens for tokens, _ in stored_rows(made)]
+    assert made.account.unreadable_files == {str(tmp_path / "in" / "b.json"): 1}
+    assert f"1 files cannot be read, e.g. {tmp_path}/in/b.json" in caplog.text
+    with pytest.raises(ConfigError, match=r"1 files cannot be read, .* allows 0"):  # of a folder that is complete
+        prepare_local(data, out_dir=str(tmp_path / "out"))
+
+
+def test_more_unreadable_files_than_allowed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    for name in ("x.parquet", "y.parquet"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=r"2 files cannot be read, e\.g\. .*x\.parquet; data\.max_unreadable_files"):
+        prepare_local(data_config(tmp_path, max_unreadable_files=1), out_dir=str(tmp_path / ".out"))
+    assert find_manifest(str(tmp_path / ".out")) is None
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_streams_count_unreadable_files(tmp_path: Path, allowed: int) -> None:
+    (tmp_path / "in").mkdir()
+    broken_folder(tmp_path / "in")
+    (tmp_path / "in" / "d.parquet").write_text("")
+    data = data_config(tmp_path / "in", max_unreadable_files=allowed, max_seqlen=8, global_batch_sequences=5)
+    stream = open_stream(data, cache_dir=str(tmp_path / "cache"))
+    sampler = StreamSampler(stream, data, seed=0, vocab_size=300)
+    if allowed < 2:
+        with pytest.raises(ConfigError, match="cannot be read"):
+            sampler.batch(1)
+    else:
+        assert len(sampler.batch(1).samples) == 5
+
+
+def test_the_error_of_a_file_travels_between_processes() -> None:
+    error = storage.UnreadableFileError.of("/x/a\n.jsonl", OSError(5, "gone\nbad"))
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and type(again) is type(error)
+    assert str(error).startswith("/x/a\\n.jsonl cannot be read: [Errno 5] gone bad; repair or replace it")
