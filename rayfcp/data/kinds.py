@@ -3,20 +3,19 @@
 import json
 import re
 
-COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".zstd": "zstd"}
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".zstd": "zstd"}
 """Codec by ending. Python modules have the codecs' names, except zstd, which pyarrow reads."""
-
-EXTENSIONS = {
-    "text": (".txt", ".text"),
-    "jsonl": (".jsonl", ".ndjson", ".jsonlines"),
-    "json": (".json",),
-    "csv": (".csv",),
-    "tsv": (".tsv", ".tab"),
-    "parquet": (".parquet", ".pq"),
-    "arrow": (".arrow", ".feather", ".ipc"),
-    "webdataset": (".tar", ".tgz"),
+_KINDS = {
+    **dict.fromkeys((".txt", ".text"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), "jsonl"),
+    ".json": "json",
+    ".csv": "csv",
+    **dict.fromkeys((".tsv", ".tab"), "tsv"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".tar", ".tgz"), "webdataset"),
 }
-
+"""Format by ending."""
 _BINARY = re.compile(
     # images, sound and film; archives, and compression that is not read; arrays, weights and indices
     r"\.(png|jpe?g|gif|bmp|webp|tiff?|ico|mp3|wav|flac|ogg|mp4|mkv|avi|mov|webm|zip|7z|rar|jar|whl|egg|lz4|lzo|lzma|br|"
@@ -27,8 +26,8 @@ _BINARY = re.compile(
 )
 _DESCRIPTION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|requirements)\b", re.I)
 _METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
+_QUERY = re.compile(r"[?#].*")
 _SHARD_NUMBER = re.compile(r"[-_.]\d+-of-\d+$")
-
 
 MAX_FIRST_LINE = 1 << 20
 """Bytes of a JSON file that are searched for the end of its first line."""
@@ -41,9 +40,8 @@ def kind_of(name: str) -> str | None:
     ('json', 'jsonl', 'jsonl', None)
     """
     name = _SHARD_NUMBER.sub("", _uncompressed(name))
-    behind = _SHARD_NUMBER.sub("", _uncompressed(name.removesuffix(".txt")))
-    by_ending = {ending: kind for kind, endings in EXTENSIONS.items() for ending in endings}
-    return by_ending.get(_ending(behind)) or by_ending.get(_ending(name))
+    behind = _SHARD_NUMBER.sub("", _uncompressed(_last_part(name).removesuffix(".txt")))
+    return _KINDS.get(_ending(behind)) or _KINDS.get(_ending(name))
 
 
 def format_of(name: str, declared: str) -> str:
@@ -58,10 +56,10 @@ def format_of(name: str, declared: str) -> str:
 def codec_of(name: str) -> str | None:
     """The compression of a file, None without.
 
-    >>> codec_of("a.jsonl.ZST"), codec_of("a.jsonl")
-    ('zstd', None)
+    >>> codec_of("a.jsonl.ZST"), codec_of("https://host/a.jsonl.gz?download=true"), codec_of("a.jsonl")
+    ('zstd', 'gzip', None)
     """
-    return COMPRESSED.get(_ending(name.lower()))
+    return _CODECS.get(_ending(_last_part(name)))
 
 
 def is_binary(name: str) -> bool:
@@ -86,7 +84,7 @@ def extension(name: str) -> str:
     """
     name = name.rstrip("/").rpartition("/")[2]
     inner = _ending(_uncompressed(name))
-    return inner + name.lower()[len(_uncompressed(name)) :] if inner else name
+    return inner + _last_part(name)[len(_uncompressed(name)) :] if inner else name
 
 
 def is_json_line(line: bytes) -> bool:
@@ -99,10 +97,16 @@ def is_json_line(line: bytes) -> bool:
 
 def _uncompressed(name: str) -> str:
     """The name in lower case, without its folder and without endings of compression."""
-    name = name.lower().rpartition("/")[2]
-    while (ending := _ending(name)) in COMPRESSED and ending != ".tgz":
+    name = _last_part(name)
+    while (ending := _ending(name)) in _CODECS and ending != ".tgz":
         name = name.removesuffix(ending)
     return name
+
+
+def _last_part(name: str) -> str:
+    """The name in lower case, without its folder, and of a web address without its query."""
+    name = name.lower()
+    return (_QUERY.sub("", name) if name.startswith(("http://", "https://")) else name).rpartition("/")[2]
 
 
 def _ending(name: str) -> str:

@@ -205,7 +205,7 @@ def _prepare(
         merged,
         num_files=len(found.files),
         num_ignored_files=len(found.ignored),
-        ignored_files=found.ignored_line() or "",
+        file_lines=found.lines,
     )
     _check_bad(manifest, data)
     write_manifest(manifest)

@@ -72,9 +72,9 @@ class BadRowError(Exception):
             detail = str(detail) or type(detail).__name__
         self.reason, self.detail = reason, " ".join(detail.split())[:200]
 
-    def at(self, url: str, *, row: int, num_rows: int = 1) -> "BadRow":
-        """Return the skipped row, or rows, of the file at `url`."""
-        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail, num_rows=num_rows)
+    def at(self, url: str, *, row: int) -> "BadRow":
+        """Return the skipped row of the file at `url`."""
+        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

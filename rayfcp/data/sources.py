@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from glob import has_magic
+from glob import escape, has_magic
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.archive import AbstractArchiveFileSystem
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
@@ -26,7 +28,7 @@ from rayfcp.data.kinds import (
 )
 from rayfcp.data.manifest import is_local, join, name_of, resolve
 from rayfcp.data.rows import printable
-from rayfcp.data.storage import is_of_storage, retried
+from rayfcp.data.storage import is_of_storage, is_transient, retried
 
 SPLIT_BYTES = 16 << 20
 """Small files together up to this: enough work to amortise a task."""
@@ -36,6 +38,7 @@ IMAGE_WEIGHT = 256
 """Work of a JSONL line with images, whose bytes lie in other files, in units of its own bytes."""
 
 _NEVER_READ = (".*", "__pycache__")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _NAMED_KINDS = 6
 """Kinds of ignored files that a line names."""
 
@@ -85,6 +88,11 @@ class Discovery:
     files: tuple[InputFile, ...]
     ignored: tuple[str, ...] = ()
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Lines for the log on files that are not read, and on some that perhaps should not be."""
+        return tuple(filter(None, (self.ignored_line(), self.held_out_line())))
+
     def ignored_line(self) -> str | None:
         """Return one line with the number of ignored files by extension, None without any."""
         if not self.ignored:
@@ -93,6 +101,25 @@ class Discovery:
         named = ", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts[:_NAMED_KINDS])
         others = f" and {len(counts) - _NAMED_KINDS} more kinds" if len(counts) > _NAMED_KINDS else ""
         return printable(f"ignored files: {len(self.ignored)} ({named}{others}), e.g. {self.ignored[0]}")
+
+    def held_out_line(self) -> str | None:
+        """Return one line if files are named as held-out splits beside one for training, None otherwise."""
+        found: dict[tuple[str, bool], list[str]] = {}
+        for file in self.files:
+            parts = file.url.split("/")
+            for at in (-1, -2):
+                split = _SPLIT.match(parts[at])
+                if split:
+                    found.setdefault(("/".join(parts[:at]), split[1].lower() == "train"), []).append(file.url)
+        held_out = sorted(
+            url for (place, trains), urls in found.items() if not trains and (place, True) in found for url in urls
+        )
+        if not held_out:
+            return None
+        return printable(
+            f"{len(held_out)} files beside those of a split train look held out, e.g. {held_out[0]}; they are read; "
+            "leave them out with data.exclude"
+        )
 
 
 def discover(data: DataConfig) -> Discovery:
@@ -181,6 +208,8 @@ class _Search:
     def add(self, path: str) -> None:
         """Add the files of an entry of `data.paths`."""
         fs, root = resolve(path)
+        if isinstance(fs, AbstractArchiveFileSystem):
+            raise ConfigError(f"data.paths has {path!r}, must not lead into an archive; unpack it and name the files")
         try:
             entries = retried(lambda: _entries(fs, root), fs=fs, name=path)
             if not entries:
@@ -195,7 +224,7 @@ class _Search:
         except Exception as error:
             if not is_of_storage(error):
                 raise
-            why = printable(str(error))
+            why = printable(str(error.__cause__ or error))
             raise ConfigError(f"data.paths has {path!r}, which cannot be read: {why}; check access") from error
 
     def _add_named(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any]) -> None:
@@ -250,8 +279,21 @@ class _Search:
 def _entries(fs: fsspec.AbstractFileSystem, root: str) -> list[dict[str, Any]]:
     try:
         return [fs.info(root)]
-    except (FileNotFoundError, NotADirectoryError):  # `exists` would be false after any error
-        return list(fs.glob(root, detail=True).values()) if has_magic(root) else []
+    except (FileNotFoundError, NotADirectoryError) as error:  # `exists` would be false after any error
+        if is_transient(error):
+            raise
+        return list(fs.glob(_pattern(fs, root), detail=True).values()) if has_magic(root) else []
+
+
+def _pattern(fs: fsspec.AbstractFileSystem, root: str) -> str:
+    """The pattern, in which the longest folder that exists under that very name is taken literally."""
+    folder, slash, rest = root.rpartition("/")
+    while has_magic(folder):
+        if fs.exists(folder):
+            return f"{escape(folder)}/{rest}"
+        folder, slash, last = folder.rpartition("/")
+        rest = last + slash + rest
+    return root
 
 
 def _target_of(entry: dict[str, Any]) -> dict[str, Any]:
@@ -292,8 +334,9 @@ def _is_asked_for(name: str, below: str, include: Collection[str]) -> bool:
 def _wanted_names(
     fs: fsspec.AbstractFileSystem, folder: str, *, names: Collection[str], choose_split: bool
 ) -> Collection[str] | None:
-    """Names in a folder that `datasets.save_to_disk` wrote which hold data: the files of its table, or its split
-    `train`, or its only one (all of them unless `choose_split`). None for other folders.
+    """Names in a folder of the library `datasets` which hold data. Of one that `save_to_disk` wrote: the files of its
+    table, or its split `train`, or its only one (all of them unless `choose_split`); of its cache: all but results of
+    `map` and the like. None for other folders.
 
     Raises:
         ConfigError: Files are missing, or which split to read is not clear.
@@ -305,7 +348,7 @@ def _wanted_names(
         return None
     described = described if isinstance(described, dict) else {}
     if isinstance(files := described.get("_data_files"), list):
-        wanted = [each["filename"] for each in files]
+        wanted = [each["filename"] for each in files if isinstance(each, dict) and "filename" in each]
         missing = sorted(set(wanted) - set(names))
         if missing:
             raise ConfigError(
@@ -313,6 +356,8 @@ def _wanted_names(
                 f"{len(missing) - 1} more files that its state.json names; save or copy it again"
             )
         return wanted
+    if "dataset_info.json" in names:
+        return [name for name in names if not fnmatchcase(name, "cache-*.arrow")]
     splits = described.get("splits") if kind == "dataset_dict.json" else None
     if not isinstance(splits, list) or not choose_split:
         return None

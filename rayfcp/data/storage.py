@@ -73,6 +73,8 @@ def retried(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem, name:
 
 def is_transient(error: Exception) -> bool:
     """True if the same call may succeed later: time-outs, lost connections, servers that are busy or fail."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec calls any status of a server "not found"
     status = _http_status(error)
     if status is not None:
         return status in (408, 425, 429) or status >= 500
@@ -88,9 +90,11 @@ def is_of_storage(error: Exception) -> bool:
 def _http_status(error: Exception) -> int | None:
     """Status of the HTTP response behind the error; clients name it differently."""
     response: Any = getattr(error, "response", None)
-    found = [getattr(each, name, None) for each in (error, response) for name in ("status", "status_code", "code")]
     if isinstance(response, dict):
-        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        found = iter([response.get("ResponseMetadata", {}).get("HTTPStatusCode")])
+    else:
+        names = ("status", "status_code", "code")
+        found = (getattr(each, name, None) for each in (error, response) for name in names)
     return next((each for each in found if isinstance(each, int) and 100 <= each < 600), None)
 
 

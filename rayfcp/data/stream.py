@@ -56,8 +56,8 @@ Waiter = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The parts of a stream. `folder`: where their shards are written, not part of the file. `ignored_files`: a line
-    that names files that are not read."""
+    """The parts of a stream. `folder`: where their shards are written, not part of the file. `file_lines`: on files
+    that are not read."""
 
     folder: str
     fingerprint: str
@@ -66,7 +66,7 @@ class Stream:
     tokenizer_vocab_size: int
     splits: tuple[InputSplit, ...]
     num_ignored_files: int = 0
-    ignored_files: str = ""
+    file_lines: tuple[str, ...] = ()
 
     def prepare(self, split: int, *, data: DataConfig) -> None:
         """Tokenise a split, unless its shards are there."""
@@ -142,7 +142,7 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
         tokenizer_vocab_size=tokenizer.vocab_size,
         splits=make_splits(found.files),
         num_ignored_files=len(found.ignored),
-        ignored_files=found.ignored_line() or "",
+        file_lines=found.lines,
     )
     fs, path = resolve(join(folder, STREAM_NAME))
     with whole_file(fs, path) as file:
@@ -197,7 +197,7 @@ class StreamIndex:
         if not self._read:
             num_bytes = sum(split.num_bytes for split in splits)
             size = f"{num_bytes / 1e6:,.1f} MB in {counted(len(splits), 'part')}"
-            return [f"a stream of {size}, tokenized as it is needed", *filter(None, [self._stream.ignored_files])]
+            return [f"a stream of {size}, tokenized as it is needed", *self._stream.file_lines]
         files = {file.url for split in self._read for file in splits[split].files}
         num_unreadable = len(self.account.unreadable_files)
         balance = replace(

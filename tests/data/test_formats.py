@@ -204,6 +204,15 @@ def test_truncated_at_any_byte(tmp_path: Path, name: str) -> None:
         assert (name == "a.csv" and rows == ROWS[: len(rows)]) or rows[:-1] == ROWS[: len(rows) - 1], size
 
 
+def test_a_file_that_became_shorter_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(ROWS))
+    (file,) = discover(data_config(path)).files
+    path.write_bytes(as_lines(ROWS[:2]))
+    with pytest.raises(UnreadableFileError, match=r"it ends after \d+ of \d+ bytes"):
+        list(read_records(file, TableColumns(text="text", choose=list)))
+
+
 # Texts that a table of text keeps: no empty ones, no halves of surrogate pairs.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=9)
 messages = st.lists(

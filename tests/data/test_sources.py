@@ -1,6 +1,7 @@
 """Which files are found, and how they are grouped into work."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import fsspec
@@ -46,6 +47,11 @@ def test_a_name_with_glob_signs_is_a_name_first(tmp_path: Path) -> None:
     for name in ("a[1].txt", "a1.txt"):
         (tmp_path / name).write_text(name)
     assert names(tmp_path, tmp_path / "a[1].txt") == ["a[1].txt"]
+    for folder in ("b[1]", "b1", "b2"):
+        (tmp_path / folder / "c").mkdir(parents=True)
+        (tmp_path / folder / "c" / "x.txt").write_text(folder)
+    assert names(tmp_path, tmp_path / "b[1]" / "*" / "*.txt") == ["b[1]/c/x.txt"]
+    assert names(tmp_path, tmp_path / "b[12]" / "*" / "*.txt") == ["b1/c/x.txt", "b2/c/x.txt"]
 
 
 def test_each_linked_folder_and_file_is_read_once(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -186,6 +192,35 @@ def test_one_line_counts_ignored_files(tmp_path: Path) -> None:
     assert discover(data_config(tmp_path, include=["*.jsonl"])).ignored_line() is None
 
 
+@pytest.mark.parametrize(
+    ("found", "held_out"),
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "data/test-00000-of-00001.jsonl"),
+        (["train/a.jsonl", "validation/a.jsonl"], "validation/a.jsonl"),
+        (["train.jsonl", "dev.jsonl"], "dev.jsonl"),
+        (["testing.jsonl", "train.jsonl"], None),
+        (["test.jsonl", "other.jsonl"], None),
+        (["a/train.jsonl", "b/test.jsonl"], None),
+    ],
+)
+def test_splits_that_look_held_out_are_named(tmp_path: Path, found: list[str], held_out: str | None) -> None:
+    for name in found:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    line = discover(data_config(tmp_path)).held_out_line()
+    assert (line is None) == (held_out is None)
+    assert line is None or f"1 files beside those of a split train look held out, e.g. {tmp_path / held_out};" in line
+
+
+def test_paths_into_archives_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "a"}')
+    with pytest.raises(ConfigError, match="must not lead into an archive"):
+        discover(data_config(f"zip://a.jsonl::file://{tmp_path}/a.zip"))
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        discover(data_config(f"zip://a.jsonl::{tmp_path}/a.zip"))
+
+
 def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     for split in ("train", "test"):
         folder = tmp_path / "saved" / split
@@ -203,6 +238,14 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     (tmp_path / "saved" / "test" / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(ConfigError, match=r"without 'data-00000-of-00001\.arrow'"):
         discover(data_config(tmp_path / "saved" / "test"))
+
+
+def test_a_cache_of_datasets(tmp_path: Path) -> None:
+    for name in ("mine-train.arrow", "cache-12ab_00000_of_00002.arrow", "dataset_info.json"):
+        (tmp_path / name).write_text("x")
+    assert names(tmp_path) == ["mine-train.arrow"]
+    (tmp_path / "dataset_info.json").unlink()
+    assert names(tmp_path) == ["cache-12ab_00000_of_00002.arrow", "mine-train.arrow"]
 
 
 def test_a_large_json_file_of_lines_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

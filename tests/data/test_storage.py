@@ -1,20 +1,27 @@
 """Storage that fails for a while is asked again and gives each row once; what fails for good stops the work."""
 
+import errno
 import gzip
 import io
 import json
 import pickle
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
-from rayfcp.data import prepare_local, storage
+from rayfcp.data import prepare_local, sources, storage
 from rayfcp.data.manifest import find_manifest
 from rayfcp.data.stream import StreamSampler, open_stream
 from tests.data.makers import EOS, data_config, few_examples, read_all, stored_rows, write_rows
@@ -127,6 +134,41 @@ def test_an_error_that_lasts_names_the_file(error: Exception) -> None:
     assert len(Flaky.calls) - third == (0 if error in LASTING else len(storage.PAUSES_S))
 
 
+class Torn(io.RawIOBase):
+    """A local file that fails after 100 bytes."""
+
+    def __init__(self, path: str, error: Exception) -> None:
+        super().__init__()
+        self._file, self._error = Path(path).open("rb"), error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._file.tell() >= 100:
+            self._file.close()
+            raise self._error
+        data = self._file.read(min(len(buffer), 50))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_a_local_file_that_fails_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    opened = []
+    error = OSError(number, "storage failed")
+
+    def open_torn(_: object, path: str, mode: str = "rb", **__: object) -> Any:
+        opened.append(mode)
+        return io.BufferedReader(Torn(path, error))
+
+    (tmp_path / "a.jsonl").write_bytes(CONTENT * 10)
+    monkeypatch.setattr(LocalFileSystem, "_open", open_torn)
+    with pytest.raises(storage.UnreadableFileError, match=r"a\.jsonl cannot be read: \[Errno \d+\] storage failed"):
+        tokens(str(tmp_path))
+    assert opened == ["rb"]
+
+
 @pytest.mark.parametrize("error", [*TRANSIENT, *LASTING[1:]])
 def test_a_folder_is_listed_again(error: Exception) -> None:
     Flaky.files["in/a.jsonl"] = CONTENT
@@ -144,6 +186,53 @@ def test_a_file_that_ends_early_is_not_whole() -> None:
     remote = storage.RemoteFile(Flaky(), "in/a.jsonl", num_bytes=entry["size"] + 1)
     with pytest.raises(OSError, match=rf"it ends after {len(CONTENT)} of {len(CONTENT) + 1} bytes"):
         remote.readall()
+
+
+class Server(BaseHTTPRequestHandler):
+    """A server whose first answers to a path are as its name says."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+    content = CONTENT * 2000
+
+    def do_HEAD(self) -> None:
+        self._answer(b"")
+
+    def do_GET(self) -> None:
+        self._answer(self.content)
+
+    def _answer(self, body: bytes) -> None:
+        kind = self.path.split("/")[1]
+        self.asked[f"{kind} {self.command}"] += 1
+        is_first = self.asked[f"{kind} {self.command}"] == 1
+        self.send_response(503 if kind == "busy" and is_first else 404 if kind == "gone" else 200)
+        if kind != "lengthless":
+            self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if kind == "dropping" and is_first else body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["plain", "lengthless", "dropping", "busy"])
+def test_a_web_server_that_fails_once(served: str, kind: str) -> None:
+    pytest.importorskip("aiohttp")
+    assert tokens(f"{served}/{kind}/a.jsonl?download=true") == EXPECTED * 2000
+    assert Server.asked[f"{kind} GET"] >= (2 if kind in ("dropping", "busy") else 1)
+
+
+def test_what_a_web_server_does_not_have(served: str) -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(ConfigError, match="which does not exist"):
+        tokens(f"{served}/gone/a.jsonl")
 
 
 def broken_folder(folder: Path) -> None:
@@ -167,6 +256,21 @@ def test_unreadable_files_stop_or_are_counted(tmp_path: Path, caplog: pytest.Log
     assert f"1 files cannot be read, e.g. {tmp_path}/in/b.json" in caplog.text
     with pytest.raises(ConfigError, match=r"1 files cannot be read, .* allows 0"):  # of a folder that is complete
         prepare_local(data, out_dir=str(tmp_path / "out"))
+
+
+def test_pieces_of_one_unreadable_file_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [sign * 150 for sign in "abcdef"]}), path, row_group_size=2, use_dictionary=False)
+    groups = pq.ParquetFile(path).metadata
+    starts = [groups.row_group(number).column(0).data_page_offset for number in range(3)]
+    content = bytearray(path.read_bytes())
+    for start in starts[:2]:
+        content[start : start + 30] = b"\xff" * 30
+    path.write_bytes(content)
+    monkeypatch.setattr(sources, "PIECE_BYTES", starts[1] - starts[0])
+    made = prepare_local(data_config(path, max_unreadable_files=1), out_dir=str(tmp_path / "out"))
+    assert made.account.unreadable_files == {str(path): 2}
+    assert [chr(tokens[0]) for tokens, _ in stored_rows(made)] == ["e", "f"]
 
 
 def test_more_unreadable_files_than_allowed(tmp_path: Path) -> None:

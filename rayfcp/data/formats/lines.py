@@ -56,6 +56,8 @@ def _lines(handle: io.BufferedReader, file: InputFile) -> Iterator[bytes]:
         position += len(handle.readline()) - 1
     while not file.is_piece or position < file.stop:
         line = handle.readline()
+        if not line and position < file.stop and not file.is_compressed:
+            raise EOFError(f"it ends after {position} of {file.num_bytes} bytes")
         if not line:
             return
         position += len(line)

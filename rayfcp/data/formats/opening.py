@@ -54,7 +54,7 @@ def _decompressed(stored: io.BufferedReader, codec: str) -> Any:
             raise ConfigError("this pyarrow is built without zstd; install pyarrow from PyPI or conda-forge")
         return pa.CompressedInputStream(pa.PythonFile(stored, "r"), codec)
     try:
-        module: Any = importlib.import_module({"bz2": "bz2", "gzip": "gzip", "lzma": "lzma"}[codec])
+        module: Any = importlib.import_module(codec)
     except ImportError as error:
         raise ConfigError(
             f"this Python is built without {codec}; use one that has it, or decompress the data"
