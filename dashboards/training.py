@@ -178,7 +178,7 @@ def _speed() -> Section:
             bars(
                 "Updates left out",
                 Line(expr=grown("skipped_updates_total")),
-                about="Steps whose loss or gradients were not finite: nothing was learnt from them.",
+                about="Steps without targets, or whose loss or gradients were not finite: nothing was learnt.",
                 width=6,
             ),
         ),

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from rayfcp.data.rows import printable
+
 SHOWN_COLUMNS = 30
 
 
@@ -38,10 +40,10 @@ class ReadAccount:
         """Return a line for each kind of thing that was left out of rows that are used."""
         found = []
         if files := sorted(self.unreadable_files):
-            found.append(f"unreadable: {', '.join(files)}")
+            found.append(printable(f"unreadable files: {', '.join(files)}"))
         if names := sorted(self.ignored_columns):
             more = f" and {len(names) - SHOWN_COLUMNS:,} more" if len(names) > SHOWN_COLUMNS else ""
-            found.append(f"ignored columns: {', '.join(names[:SHOWN_COLUMNS])}{more}")
+            found.append(printable(f"ignored columns: {', '.join(names[:SHOWN_COLUMNS])}{more}"))
         for template, count in self.without_end.items():
             found.append(
                 f"{counted(count, 'trained turn')} without an end token at the end, by chat template {template}: the "

@@ -127,7 +127,7 @@ class LengthIndex:
         balances = [("account", self.balance)]
         balances += [(f"account of source {name}", self.balance_of(name)) for name in self.sources]
         lines = [line for title, balance in balances for line in balance.lines(title)]
-        ignored = [part.ignored_files for part in (self.manifest, *self.manifest.parts.values()) if part.ignored_files]
+        ignored = [line for part in (self.manifest, *self.manifest.parts.values()) for line in part.file_lines]
         return [*lines, *skipped_lines(self.named_bad_rows, path=path), *ignored, *self.manifest.account.lines()]
 
     def check_targets(self, name: str) -> None:

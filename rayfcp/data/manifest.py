@@ -137,8 +137,8 @@ class PreparedManifest:
 
     `fingerprint`: hash of the inputs (names, sizes, times), tokenizer and columns; if it differs, prepare again.
     `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `rows`: what a row of the inputs is.
-    `num_files`, `num_read_rows`: of the inputs, None in folders of earlier versions. `ignored_files`: a line that names
-    files that were not read, `num_ignored_files` of them. `parts`: the sources of a mixture by name; its shards are
+    `num_files`, `num_read_rows`: of the inputs, None in folders of earlier versions. `num_ignored_files`: other files
+    of the folders. `file_lines`: on them, for the log. `parts`: the sources of a mixture by name; its shards are
     those of the sources in order, and their names are whole paths.
     """
 
@@ -155,7 +155,7 @@ class PreparedManifest:
     account: ReadAccount = field(default_factory=ReadAccount)
     num_files: int | None = None
     num_ignored_files: int = 0
-    ignored_files: str = ""
+    file_lines: tuple[str, ...] = ()
     num_read_rows: int | None = None
     parts: Mapping[str, "PreparedManifest"] = field(default_factory=dict)
 
@@ -223,7 +223,7 @@ def _mixture(folder: str, parts: Mapping[str, str]) -> PreparedManifest | None:
         account=ReadAccount.total(part.account for part in manifests),
         num_files=None,  # these are of the parts
         num_ignored_files=0,
-        ignored_files="",
+        file_lines=(),
         num_read_rows=None,
         parts=dict(zip(found, manifests, strict=True)),
     )

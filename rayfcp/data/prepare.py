@@ -180,8 +180,6 @@ def _prepare(
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
     fingerprint = fingerprint_of(data, files=found.files)
-    if line := found.held_out_line():
-        logger.warning("%s", line)
     folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
@@ -202,9 +200,12 @@ def _prepare(
         done_bytes += splits[result.index].num_bytes
         if progress is not None:
             progress(done_bytes, total_bytes)
-    manifest = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
+    merged = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
     manifest = dataclasses.replace(
-        manifest, num_ignored_files=len(found.ignored), ignored_files=found.ignored_line() or ""
+        merged,
+        num_files=len(found.files),
+        num_ignored_files=len(found.ignored),
+        file_lines=found.lines,
     )
     _check_bad(manifest, data)
     write_manifest(manifest)
@@ -328,7 +329,6 @@ def _merged(
         bad_rows=dict(bad),
         named_bad_rows=tuple(named[:MAX_NAMED_ROWS]),
         account=ReadAccount.total(result.account for result in ordered),
-        num_files=len({file.url for split in splits for file in split.files}),
         num_read_rows=num_rows,
     )
 

@@ -88,6 +88,11 @@ class Discovery:
     files: tuple[InputFile, ...]
     ignored: tuple[str, ...] = ()
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Lines for the log on files that are not read, and on some that perhaps should not be."""
+        return tuple(filter(None, (self.ignored_line(), self.held_out_line())))
+
     def ignored_line(self) -> str | None:
         """Return one line with the number of ignored files by extension, None without any."""
         if not self.ignored:

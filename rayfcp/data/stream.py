@@ -10,7 +10,7 @@ import json
 import logging
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.account import ReadAccount
+from rayfcp.data.account import ReadAccount, counted
 from rayfcp.data.balance import Balance, skipped_lines
 from rayfcp.data.index import CountCall, LengthIndex, read_balances
 from rayfcp.data.manifest import (
@@ -56,7 +56,8 @@ Waiter = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The parts of a stream. `folder`: where their shards are written, not part of the file."""
+    """The parts of a stream. `folder`: where their shards are written, not part of the file. `file_lines`: on files
+    that are not read."""
 
     folder: str
     fingerprint: str
@@ -64,6 +65,8 @@ class Stream:
     tokenizer_fingerprint: str
     tokenizer_vocab_size: int
     splits: tuple[InputSplit, ...]
+    num_ignored_files: int = 0
+    file_lines: tuple[str, ...] = ()
 
     def prepare(self, split: int, *, data: DataConfig) -> None:
         """Tokenise a split, unless its shards are there."""
@@ -126,8 +129,6 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
         ConfigError: There is nothing to read.
     """
     found = discover(data)
-    for line in filter(None, (found.ignored_line(), found.held_out_line())):
-        logger.warning("%s", line)
     fingerprint = fingerprint_of(data, files=found.files)
     folder = name_of(*resolve(join(cache_dir, f"stream-{fingerprint}")))
     if would_be_read(folder, data):
@@ -140,6 +141,8 @@ def open_stream(data: DataConfig, *, cache_dir: str) -> Stream:
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_vocab_size=tokenizer.vocab_size,
         splits=make_splits(found.files),
+        num_ignored_files=len(found.ignored),
+        file_lines=found.lines,
     )
     fs, path = resolve(join(folder, STREAM_NAME))
     with whole_file(fs, path) as file:
@@ -176,17 +179,12 @@ class StreamIndex:
         self.named_bad_rows: tuple[BadRow, ...] = ()
         self.balance = Balance(max_seqlen=max_seqlen, long_sequences=long_sequences, samples_per_row=1)
         """What became of the parts that were read so far, files not counted."""
-        self._stream, self._account = stream, ReadAccount()
+        self._stream, self.account = stream, ReadAccount()
         self._read: set[int] = set()
         self._count_skipped: CountCall = lambda _reason, _count: None
 
     def __len__(self) -> int:
         return 1
-
-    @property
-    def unreadable_files(self) -> Collection[str]:
-        """URLs of files that could not be read to their ends."""
-        return self._account.unreadable_files.keys()
 
     @property
     def is_read(self) -> bool:
@@ -198,12 +196,19 @@ class StreamIndex:
         splits = self._stream.splits
         if not self._read:
             num_bytes = sum(split.num_bytes for split in splits)
-            return [f"a stream of {num_bytes / 1e6:,.1f} MB in {len(splits):,} parts, tokenized as it is needed"]
+            size = f"{num_bytes / 1e6:,.1f} MB in {counted(len(splits), 'part')}"
+            return [f"a stream of {size}, tokenized as it is needed", *self._stream.file_lines]
         files = {file.url for split in self._read for file in splits[split].files}
-        balance = replace(self.balance, num_files=len(files))
+        num_unreadable = len(self.account.unreadable_files)
+        balance = replace(
+            self.balance,
+            num_files=len(files) - num_unreadable,
+            num_ignored_files=self._stream.num_ignored_files,
+            num_unreadable_files=num_unreadable,
+        )
         title = f"account of {len(self._read):,} of {len(splits):,} parts"
         skipped = skipped_lines(self.named_bad_rows, path=path)
-        return [*balance.lines(title), *skipped, *self._account.lines()]
+        return [*balance.lines(title), *skipped, *self.account.lines()]
 
     def add(self, split: int, balance: Balance, *, account: ReadAccount, named: tuple[BadRow, ...]) -> None:
         """Add a part that was read, unless it was before."""
@@ -211,7 +216,7 @@ class StreamIndex:
             return
         self._read.add(split)
         self.balance = Balance.total([self.balance, balance])
-        self._account = ReadAccount.total([self._account, account])
+        self.account = ReadAccount.total([self.account, account])
         self.named_bad_rows = (*self.named_bad_rows, *named)[:MAX_NAMED_ROWS]
         for reason, count in balance.skipped.items():
             self._count_skipped(reason, count)
@@ -301,9 +306,10 @@ class StreamSampler(Sampler):
         indices = [self._length_index(split) for split in self._splits(window)]
         balance = self.index.balance
         balance.check_bad_rows(named=self.index.named_bad_rows, max_bad_fraction=self._data.max_bad_fraction)
+        unreadable = self.index.account.unreadable_files
+        check_unreadable(unreadable, max_unreadable_files=self._data.max_unreadable_files)
         if balance.num_sequences:
             balance.check_targets("data.paths")
-        check_unreadable(self.index.unreadable_files, max_unreadable_files=self._data.max_unreadable_files)
         self._opened[window] = indices
         if len(self._opened) > _KEPT_WINDOWS:
             self._opened.popitem(last=False)

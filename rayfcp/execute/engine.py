@@ -359,7 +359,7 @@ class RankEngine:
     def _report(
         self,
         step: int,
-        numbers: tuple[float, float, float],
+        numbers: tuple[float | None, float, float],
         *,
         done: Execution,
         update_s: tuple[float, ...],
@@ -393,9 +393,9 @@ class RankEngine:
 
     def _update(
         self, batch: GlobalBatch, loss_sum: Tensor, *, pairs: _Pairs | None
-    ) -> tuple[tuple[float, float, float], tuple[float, ...]]:
-        """Reduce loss and gradient norm, and update (`optimization.update`). Returns loss, norm and learning rate; and
-        start and stop in seconds."""
+    ) -> tuple[tuple[float | None, float, float], tuple[float, ...]]:
+        """Reduce loss and gradient norm, and update (`optimization.update`). Returns loss, None without targets, norm
+        and learning rate; and start and stop in seconds."""
         num_targets = batch.num_targets
         if pairs is not None:  # all devices have their loss
             loss_sum = pairs.values.loss if self.position.device == 0 else torch.zeros_like(pairs.values.loss)
@@ -409,7 +409,7 @@ class RankEngine:
             group["lr"] = rate
         generation.snapshots.hold_update()  # the last copy may still be reading what is updated
         loss, norm = update(generation.optimizer, sums, num_targets=num_targets, max_norm=train.grad_clip)
-        return (loss, norm, rate), clock.times(start, clock.mark())
+        return (loss if num_targets else None, norm, rate), clock.times(start, clock.mark())
 
     def take_snapshot(self, state: StateId) -> StateId | None:
         """Copy the model's and optimizer's contents, between steps, as `state`. Return the newest state with a complete

@@ -133,7 +133,8 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One step of device `number`. `loss` and `grad_norm` are global; if one is not finite, nothing was updated.
+    """One step of device `number`. `loss` and `grad_norm` are global; if one is not finite, or `loss` is None because
+    the batch has no targets, nothing was updated.
 
     `step_s` runs from the call to the end of the update. `wait_s` of it was spent waiting for other devices: for
     messages of attention and of other stages (`message_s`), gathers and reductions. It is NaN on accelerators, whose
@@ -151,7 +152,7 @@ class DeviceReport:
     rank: int
     tensor_rank: int
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float
     learning_rate: float
     step_s: float

@@ -69,7 +69,9 @@ def _of_pairs(report: StepReport, *, name: str) -> float:
 
 
 COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
-    **{name: attrgetter(name) for name in ("step", "loss", "grad_norm", "step_s", "predicted_s")},
+    "step": attrgetter("step"),
+    "loss": lambda report: math.nan if report.loss is None else report.loss,
+    **{name: attrgetter(name) for name in ("grad_norm", "step_s", "predicted_s")},
     "predicted_ratio": lambda report: report.predicted_s / report.step_s if report.step_s > 0 else math.nan,
     "tokens_per_s": lambda report: tokens_per_s(report) or math.nan,
     **{name: attrgetter(name) for name in ("plan_s", "prepare_s", "plan_wait_s", "mfu", "attention_mfu", "bubble")},

@@ -55,8 +55,11 @@ class RunSeries:
         for metric in METRICS:
             self._declare(metric)
 
-    def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
+    def set(self, name: str, value: float | None, **labels: str) -> None:
+        """Set a gauge; None ends its series, so that no old value stays."""
+        if value is None:
+            self._remove(name, labels)
+            return
         if RANK in labels:
             self._of_rank.setdefault(int(labels[RANK]), set()).add((name, tuple(labels.items())))
         self._gauges[name].labels(**self._run, **labels).set(value)
@@ -88,9 +91,7 @@ class RunSeries:
     def drop_rank(self, rank: int) -> None:
         """End the series of a rank, if it has any."""
         for name, labels in self._of_rank.pop(rank, ()):
-            metric = self._gauges[name]
-            metric.remove(*self._run.values(), *(value for _, value in labels))
-            self._mirror.remove(name, labels=self._run | dict(labels))
+            self._remove(name, dict(labels))
 
     def value(self, name: str, **labels: str) -> float | None:
         """Return the value of a series, None if it does not exist."""
@@ -101,6 +102,11 @@ class RunSeries:
 
     def close(self) -> None:
         self._mirror.close()
+
+    def _remove(self, name: str, labels: Mapping[str, str]) -> None:
+        if self.value(name, **labels) is not None:
+            self._gauges[name].remove(*self._run.values(), *labels.values())
+            self._mirror.remove(name, labels=self._run | dict(labels))
 
     def _declare(self, metric: Metric) -> None:
         name, labels = PREFIX + metric.name, ("run", *metric.labels)
@@ -247,8 +253,7 @@ class MetricsExporter:
                 self._series.add("source_tokens_total", source.num_tokens, source=name)
                 self._series.add("source_sequences_total", source.num_sequences, source=name)
         for name, source in report.sources.items():
-            if math.isfinite(source.loss):
-                self._series.set("source_loss", source.loss, source=name)
+            self._series.set("source_loss", source.loss, source=name)
         self._live.observe(report, goodput=goodput)
 
     def observe_workers(
@@ -336,9 +341,9 @@ class MetricsExporter:
         return kind, encode(self._series.registry)
 
 
-def _gauges(report: StepReport) -> dict[str, float]:
+def _gauges(report: StepReport) -> dict[str, float | None]:
     """Return the values of a report's gauges without labels."""
-    found = {
+    found: dict[str, float | None] = {
         "step": report.step,
         "step_seconds": report.step_s,
         "predicted_seconds": report.predicted_s,

@@ -85,7 +85,11 @@ METRICS: tuple[Metric, ...] = (
     _gauge("bubble_ratio", "0..1", "Share of rank time spent waiting for other ranks; NaN on accelerators"),
     _gauge("gap_ratio", "1 or more", "Predicted step over its lower bound"),
     _gauge("prediction_error_ratio", "0 or more", "|predicted - measured| / measured step; plan.refit makes it fall"),
-    _gauge("loss", "nats per target", "Loss of the last step; of pairs of answers, the mean over them"),
+    _gauge(
+        "loss",
+        "nats per target",
+        "Loss of the last step, absent without targets; of pairs of answers, the mean over them",
+    ),
     _gauge("eval_loss", "nats per target", "Mean loss of the last evaluated state on an evaluation set", "set"),
     _gauge("eval_perplexity", "1", "exp(eval_loss)", "set"),
     _gauge("eval_seconds", "seconds", "Last evaluation, of all sets"),
@@ -97,7 +101,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     _gauge("eval_reward_margin", "1", "Mean reward of chosen answers beyond rejected ones on an evaluation set", "set"),
     _gauge("eval_reward_accuracy_ratio", "0..1", "reward_accuracy_ratio of an evaluation set", "set"),
-    _gauge("source_loss", "nats per target", "Loss of a mixture's source in the last step that had it", "source"),
+    _gauge(
+        "source_loss",
+        "nats per target",
+        "Loss of a mixture's source in the last step that had it, absent if it had no targets",
+        "source",
+    ),
     _gauge("grad_norm", "1", "Gradient norm of the last step, before clipping"),
     _gauge("learning_rate", "1", "Learning rate of the last step"),
     _gauge("world_size", "devices", "Devices in use"),
@@ -155,7 +164,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter("lost_steps_total", "steps", "Finished steps that were repeated after a loss"),
     _counter("resizes_total", "resizes", "Changes of the number of devices", "direction", known=("up", "down")),
-    _counter("skipped_updates_total", "steps", "Updates skipped because loss or gradients were not finite"),
+    _counter(
+        "skipped_updates_total", "steps", "Updates skipped: loss or gradients not finite, or a batch without targets"
+    ),
     _counter("checkpoints_total", "checkpoints", "Complete checkpoints written"),
     _counter("failed_checkpoints_total", "checkpoints", "Checkpoints that could not be written"),
     Metric(

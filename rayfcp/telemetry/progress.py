@@ -137,12 +137,12 @@ class Progress(Terminal):
 
 
 def describe(report: StepReport) -> tuple[str, ...]:
-    """Return what is shown of a step, the most important first: `loss 5.54`, `accuracy 68 %` and `margin 0.42`
-    of pairs, `val loss 5.61` where the state after it was evaluated, `9,876 tok/s`, `2.50 s`, `imbalance 3 %`,
-    `degrees 4, 2, 1 (x3)`."""
+    """Return what is shown of a step, the most important first: `loss 5.54` or `no targets`, `accuracy 68 %` and
+    `margin 0.42` of pairs, `val loss 5.61` where the state after it was evaluated, `9,876 tok/s`, `2.50 s`,
+    `imbalance 3 %`, `degrees 4, 2, 1 (x3)`."""
     pairs = report.pairs
     return (
-        f"loss {number(report.loss)}",
+        "no targets" if report.loss is None else f"loss {number(report.loss)}",
         *([f"accuracy {percent(pairs.accuracy)}", f"margin {number(pairs.margin)}"] if pairs is not None else []),
         *(f"{name} loss {number(result.loss)}" for name, result in report.eval.items()),
         f"{number(tokens_per_s(report))} tok/s",

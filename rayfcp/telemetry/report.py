@@ -111,7 +111,12 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
     repeated = f"{duration(history.recovery_s)} in total, {counted(history.lost_steps, 'step')} repeated"
     return [
         ("steps", "Steps", f"{summary.last_step:,}", f"{summary.num_steps:,} in steps.jsonl"),
-        ("loss", "Loss", number(summary.last_loss), f"from {number(summary.first_loss)} at step {summary.first_step}"),
+        (
+            "loss",
+            "Loss",
+            number(summary.last_loss),
+            f"from {number(summary.first_loss)} at step {summary.first_loss_step}",
+        ),
         (
             "wall",
             "Wall time",
@@ -208,7 +213,7 @@ def sources_table(reports: Sequence[StepReport]) -> str:
     rows = []
     for name, sources in given.items():
         sequences, tokens = (sum(getattr(each, key) for each in sources) for key in ("num_sequences", "num_tokens"))
-        losses = [each.loss for each in sources if math.isfinite(each.loss)]
+        losses = [each.loss for each in sources if each.loss is not None]
         share, mean = percent(tokens / max(total, 1)), number(tokens / max(sequences, 1))
         loss = f"{number(losses[0])} → {number(losses[-1])}" if losses else ""  # pairs have none by source
         rows.append((name, f"{sequences:,}", f"{tokens:,}", share, mean, loss))

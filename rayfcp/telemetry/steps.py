@@ -14,12 +14,12 @@ from rayfcp.values import EvalResult, Imbalance, PairStats, SourceReport, StepRe
 
 
 def to_line(report: StepReport) -> str:
-    """Return one line of JSON with its newline, keys in the order of StepReport, NaN as null."""
+    """Return one line of JSON with its newline, keys in the order of StepReport, None and NaN as null."""
     fields = dataclasses.asdict(report)
     fields["imbalance"] = report.imbalance.by_resource
     fields["degrees"] = {str(degree): count for degree, count in sorted(report.degrees.items())}
-    for name in ("eval", "sources", "pairs"):
-        if not fields[name]:
+    for name in ("eval", "sources", "pairs", "num_targets"):
+        if not fields[name] and fields[name] != 0:
             del fields[name]
     for result in fields.get("eval", {}).values():
         if result["pairs"] is None:
@@ -41,8 +41,9 @@ def from_line(line: str) -> StepReport:
         fields["degrees"] = {int(degree): count for degree, count in fields["degrees"].items()}
         fields["eval"] = {name: EvalResult(**_numbers(each)) for name, each in fields.get("eval", {}).items()}
         sources = fields.get("sources", {}).items()
-        fields["sources"] = {name: SourceReport(**_numbers(each)) for name, each in sources}
-        return StepReport(**_numbers(fields))
+        fields["sources"] = {name: SourceReport(**_numbers(each) | {"loss": each["loss"]}) for name, each in sources}
+        no_loss = {"loss": None} if fields.get("num_targets") == 0 else {}  # else it was not finite
+        return StepReport(**_numbers(fields) | no_loss)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"line is not a step report: {error}") from error
 

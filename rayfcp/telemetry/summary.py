@@ -19,6 +19,7 @@ class RunSummary:
     medians of prepare_s and of prepare_s / step_s, NaN if no step has it. `compute_imbalance`: mean. `mean_degree`:
     mean over ranks of the degree of their group; 0 without groups. `median_plan_wait_ratio`, `max_plan_wait_ratio`:
     blocked on the plan, over plan_wait_s + step_s. `prediction_error`: median of |predicted - measured| / measured.
+    `first_loss`, at `first_loss_step`, and `last_loss`: of steps with targets, None without any.
     """
 
     num_steps: int
@@ -27,8 +28,9 @@ class RunSummary:
     num_tokens: int
     strategy: str
     world_size: int
-    first_loss: float
-    last_loss: float
+    first_loss_step: int
+    first_loss: float | None
+    last_loss: float | None
     tokens_per_s: float
     step_s: float
     plan_s: float
@@ -51,6 +53,7 @@ def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (
     """
     if not reports:
         raise ValueError("reports has 0 steps, must have at least 1; let the run commit a step first")
+    trained = [report for report in reports if report.loss is not None] or reports
     first_steps = {reports[0].step, *(step + 1 for step in started_after)}
     steady = [report for report in reports if report.step not in first_steps] or reports
     prepared = [report for report in steady if math.isfinite(report.prepare_s)]
@@ -62,8 +65,9 @@ def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (
         num_tokens=sum(report.num_tokens for report in reports),
         strategy=_strategies(reports),
         world_size=reports[-1].world_size,
-        first_loss=reports[0].loss,
-        last_loss=reports[-1].loss,
+        first_loss_step=trained[0].step,
+        first_loss=trained[0].loss,
+        last_loss=trained[-1].loss,
         tokens_per_s=statistics.median(_ratio(report.num_tokens, report.step_s) for report in steady),
         step_s=statistics.median(report.step_s for report in steady),
         plan_s=statistics.median(report.plan_s for report in steady),
@@ -132,12 +136,14 @@ def counted(count: int, noun: str, *, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Return four digits, or all digits of larger numbers with thousands marked.
 
-    >>> number(5.5461), number(12345.6), number(0.00012), number(4.0)
-    ('5.546', '12,346', '0.00012', '4')
+    >>> number(5.5461), number(12345.6), number(0.00012), number(4.0), number(None)
+    ('5.546', '12,346', '0.00012', '4', '–')
     """
+    if value is None:
+        return "–"
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else "infinite"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -136,17 +136,15 @@ def describe_state(state: State) -> list[str]:
     parts = [state["state"]]
     if state["history"]:
         last = dict(zip(state["columns"], state["history"][-1], strict=True))
+        losses = {"": last["loss"]} | (state["evaluations"][-1][1] if state["evaluations"] else {})
+        parts += [f"{name} loss {number(loss)}".lstrip() for name, loss in losses.items() if loss is not None]
         shown = {
-            "loss {}": (number, last["loss"]),
             "{} tok/s": (number, last["tokens_per_s"]),
             "{}": (seconds, last["step_s"]),
             "MFU {}": (percent, last["mfu"]),
             "imbalance {}": (percent, last["compute"]),
         }
         parts += [text.format(form(value)) for text, (form, value) in shown.items() if value is not None]
-    if state["evaluations"]:
-        _, losses = state["evaluations"][-1]
-        parts[2:2] = [f"{name} loss {number(loss)}" for name, loss in losses.items() if loss is not None]
     devices = state["devices"]
     if state["eta_s"]:
         parts.append(f"{seconds(round(state['eta_s']))} to go")

@@ -42,7 +42,8 @@ class PairStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """A state on an evaluation set of `tokens` targets: mean loss over them in nats, or over `pairs`."""
+    """A state on an evaluation set of `tokens` targets: mean loss over them in nats, or over `pairs`; NaN without
+    targets."""
 
     loss: float
     tokens: int
@@ -50,10 +51,10 @@ class EvalResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that is too large for a float; NaN for pairs."""
+        """exp(loss), infinite where that is too large for a float; NaN for pairs, and without targets."""
         if self.pairs is not None:
             return math.nan
-        return math.exp(self.loss) if self.loss < MAX_LOSS else math.inf
+        return math.inf if self.loss >= MAX_LOSS else math.exp(self.loss)
 
 
 MAX_LOSS = 700.0
@@ -62,18 +63,19 @@ MAX_LOSS = 700.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """What a source of a mixture gave to a step. `loss`: mean over its targets, NaN if it has none."""
+    """What a source of a mixture gave to a step. `loss`: mean over its targets, None if it has none, and of pairs."""
 
     num_sequences: int
     num_tokens: int
     num_targets: int
-    loss: float = math.nan
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
+    `loss`: None for a batch without targets, whose update is skipped. `num_targets`: None in lines of earlier versions.
     `step_s`: from dispatch to the last rank's report. `predicted_s`: the plan's. `plan_s`: lengths to BatchPlan on the
     planner. `prepare_s`: lengths to checked programs, serialized for the workers, on the planner (NaN in lines of
     earlier versions). `plan_wait_s`: seconds that the step waited for its plan. `mfu`: model FLOPs / (step_s x peak of
@@ -85,10 +87,11 @@ class StepReport:
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float
     learning_rate: float
     num_tokens: int
+    num_targets: int | None = None
     num_sequences: int
     step_s: float
     predicted_s: float

@@ -22,7 +22,7 @@ def batch_of(step: int) -> GlobalBatch:
     return GlobalBatch(step=step, epoch=0, samples=samples)
 
 
-def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> DeviceReport:
+def report_of(step: int, *, loss: float | None, grad_norm: float = 1.0) -> DeviceReport:
     return DeviceReport(
         number=0,
         stage=0,
@@ -55,6 +55,13 @@ def guard_of(folder: Path, **train: object) -> tuple[NumberGuard, list[str], Con
 
 def skipped(metrics: MetricsExporter) -> float | None:
     return metrics.value("skipped_updates_total")
+
+
+def test_steps_without_targets_are_counted_and_go_on(tmp_path: Path, metrics: MetricsExporter) -> None:
+    guard, said, config = guard_of(tmp_path, on_nonfinite="stop")
+    for step in (1, 2, 3, 3):
+        guard.check(batch_of(step), report_of(step, loss=1.0 if step == 2 else None, grad_norm=0.0), metrics=metrics)
+    assert skipped(metrics) == 2 and not said and not (Path(config.run_dir) / RECORD).exists()
 
 
 def test_skipped_steps_are_recorded_and_only_so_many_in_a_row_pass(tmp_path: Path, metrics: MetricsExporter) -> None:

@@ -178,7 +178,7 @@ def test_a_folder_of_an_earlier_version_claims_nothing_that_it_does_not_say(tmp_
     made = prepared(tmp_path, [[{"text": "abc"}, {"text": ""}]])
     file = Path(made.folder, "manifest.json")
     values = json.loads(file.read_text())
-    for name in ("account", "num_files", "num_ignored_files", "ignored_files", "num_read_rows"):
+    for name in ("account", "num_files", "num_ignored_files", "file_lines", "num_read_rows"):
         del values[name]
     file.write_text(json.dumps(values))
     assert LengthIndex.open(made.folder, max_seqlen=8).lines()[0] == (

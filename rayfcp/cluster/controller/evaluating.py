@@ -90,7 +90,7 @@ def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[fl
     """Result on a set by the sums of the terms of its sequences, and by those of the reference model if the loss has
     one."""
     if not loss.is_of_pairs:
-        return EvalResult(loss=math.fsum(sums) / max(num_targets, 1), tokens=num_targets)
+        return EvalResult(loss=math.fsum(sums) / num_targets if num_targets else math.nan, tokens=num_targets)
     from rayfcp.execute.losses import pair_result  # here, as it loads torch, which no other loss needs
 
     return pair_result(loss, sums, reference=reference, num_targets=num_targets)

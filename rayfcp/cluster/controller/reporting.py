@@ -267,6 +267,7 @@ def step_report(
         grad_norm=ranks[0].grad_norm,
         learning_rate=ranks[0].learning_rate,
         num_tokens=batch.num_tokens,
+        num_targets=0 if ranks[0].loss is None else batch.num_targets,
         num_sequences=len(batch.samples),
         step_s=step_s,
         predicted_s=record.predicted_s,
@@ -300,7 +301,7 @@ def _sources(batch: GlobalBatch, ranks: Sequence[DeviceReport]) -> dict[str, Sou
             num_sequences=num_sequences,
             num_tokens=num_tokens,
             num_targets=num_targets,
-            loss=loss_sum / num_targets if num_targets and ranks[0].pairs is None else math.nan,
+            loss=loss_sum / num_targets if num_targets and ranks[0].pairs is None else None,
         )
     return found
 

@@ -308,12 +308,14 @@ class Stepper:
 
 class NumberGuard:
     """Checks loss and gradient norm of every step. Devices skip updates that are not finite; the guard records these
-    steps, and stops the run according to `train.on_nonfinite` and `train.max_skipped_steps`."""
+    steps, and stops the run according to `train.on_nonfinite` and `train.max_skipped_steps`. Updates that are skipped
+    because a batch has no targets are counted."""
 
     def __init__(self, config: Config, *, data_dir: str, log: Callable[[str], None]) -> None:
         self._train, self._data_dir, self._log = config.train, data_dir, log
         self._path = Path(config.run_dir) / RECORD
         self._skipped: set[int] = set()
+        self._without_targets: set[int] = set()
 
     def check(self, batch: GlobalBatch, report: DeviceReport, *, metrics: MetricsExporter) -> None:
         """Check a step by the report of any device. A step that runs again counts once.
@@ -321,6 +323,11 @@ class NumberGuard:
         Raises:
             RunAbortedError: the update was skipped and the run shall stop.
         """
+        if report.loss is None:
+            if batch.step not in self._without_targets:
+                metrics.count("skipped_updates_total")
+            self._without_targets.add(batch.step)
+            return
         if math.isfinite(report.loss) and math.isfinite(report.grad_norm):
             self._skipped.discard(batch.step)
             return

@@ -39,7 +39,7 @@ class StepLogger(Protocol):
 
 
 def values_of(report: StepReport) -> dict[str, float]:
-    """Return the finite numbers of a step by names `group/key`.
+    """Return the finite numbers of a step by names `group/key`; there is no loss without targets.
 
     `train/`: the optimization; `speed/`, `plan/`, `imbalance/`: seconds and ratios of `StepReport`; `eval/NAME/`: the
     state on an evaluation set; `source-NAME/`: a source of a mixture; `rewards/`: of pairs of answers, by TRL's names.
@@ -49,7 +49,7 @@ def values_of(report: StepReport) -> dict[str, float]:
         "speed": ("step_s", "mfu", "attention_mfu", "bubble", "world_size"),
         "plan": ("predicted_s", "plan_s", "prepare_s", "plan_wait_s", "gap", "num_microbatches"),
     }
-    values = {f"{group}/{key}": float(getattr(report, key)) for group, keys in groups.items() for key in keys}
+    values = {f"{group}/{key}": getattr(report, key) for group, keys in groups.items() for key in keys}
     values |= {f"imbalance/{key}": value for key, value in report.imbalance.by_resource.items()}
     for name, result in report.eval.items():
         values |= {f"eval/{name}/loss": result.loss, f"eval/{name}/perplexity": result.perplexity}
@@ -57,10 +57,10 @@ def values_of(report: StepReport) -> dict[str, float]:
     values |= _rewards(report.pairs)
     for name, source in report.sources.items():
         of_source = {"loss": source.loss, "num_tokens": source.num_tokens, "num_sequences": source.num_sequences}
-        values |= {f"source-{name}/{key}": float(value) for key, value in of_source.items()}
+        values |= {f"source-{name}/{key}": value for key, value in of_source.items()}
     if report.step_s > 0:
         values["speed/tokens_per_s"] = report.num_tokens / report.step_s
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def _rewards(pairs: PairStats | None) -> dict[str, float]:
