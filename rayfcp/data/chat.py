@@ -217,7 +217,7 @@ class ChatEncoder:
         if len(spans) != len(chat.turns):
             raise BadRowError(
                 BadReason.MARKS_MISMATCH,
-                f"the chat template marks {len(spans)} places for {len(chat.turns)} turns, {len(trained)} of them trained",
+                f"the template marks {len(spans)} places for {len(chat.turns)} turns, {len(trained)} of them trained",
             )
         return [span for span, turn in zip(spans, chat.turns, strict=True) if turn in trained]
 

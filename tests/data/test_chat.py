@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data import LengthIndex, prepare_local
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.chat import ChatEncoder
 from rayfcp.data.prepare import fingerprint_of
 from rayfcp.data.rows import BadReason, BadRowError, TokenRow
@@ -222,6 +223,8 @@ def with_keys(turn: int, **keys: Any) -> Messages:
         (with_keys(1, weight=0), {}, "four."),
         (with_keys(3, weight=0.0), {}, "two."),
         (with_keys(1, train=False), {}, "four."),
+        (with_keys(1, loss=False), {}, "four."),
+        (with_keys(3, loss=0), {}, "two."),
         (with_keys(1, weight=1, train=True), {}, "two. four."),
         (TALK, {"loss_on": "last_assistant"}, "four."),
         ([*TALK, {"role": "user", "content": "five"}], {"loss_on": "last_assistant"}, "four."),
@@ -282,6 +285,149 @@ def test_shapes_of_conversations_are_the_same(folder_of: Callable[..., str]) -> 
     assert row.tokens.tolist() == expected["input_ids"]
 
 
+def test_columns_beside_messages_work_in_every_form(folder_of: Callable[..., str]) -> None:
+    encode = encoder(folder_of(read("chatml")))
+    asked, answered = OPENAI[1:5], OPENAI[5:]
+    (row,) = encode({"messages": OPENAI, "tools": [TOOL]})
+    beside = {"system": "be", "tools": json.dumps([TOOL])}
+    for other in ({"messages": OPENAI[1:]}, {"messages": OPENAI}, {"prompt": asked, "completion": answered}):
+        assert encode({**other, **beside})[0].tokens.tolist() == row.tokens.tolist()
+    old = [
+        {**OPENAI[3], "tool_calls": None, "function_call": {"name": "look", "arguments": '{"at": 1}'}},
+        {"role": "function", "name": "look", "content": "seen"},
+    ]
+    (called,) = encode({"messages": [*OPENAI[:3], *old, *answered], "tools": [TOOL]})
+    assert called.tokens.tolist() == row.tokens.tolist()
+
+
+def test_alpaca_rows_are_conversations(folder_of: Callable[..., str]) -> None:
+    encode = encoder(folder_of(read("phi")))
+    history = [["one", "two"]]
+    cases = [
+        ({"instruction": "one", "output": "two"}, TALK[:2]),
+        ({"instruction": "one", "input": "", "output": "two"}, TALK[:2]),
+        ({"instruction": "a", "input": "b", "output": "two"}, [{**USER, "content": "a\nb"}, ANSWER]),
+        ({"instruction": "three", "output": "four", "history": history}, TALK),
+        ({"instruction": "one", "output": "two", "system": "be"}, [{"role": "system", "content": "be"}, *TALK[:2]]),
+    ]
+    for record, messages in cases:
+        (row,), (same,) = encode(record), encode({"messages": messages})
+        assert (row.tokens.tolist(), row.labels.tolist()) == (same.tokens.tolist(), same.labels.tolist())
+
+
+THOUGHT = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\ntwo"}
+
+
+def test_thoughts_are_learned_or_the_row_is_bad(folder_of: Callable[..., str]) -> None:
+    """Templates drop earlier thoughts by design; a turn that is trained must have its own."""
+    with pytest.raises(BadRowError, match=r"the chat template of /.* leaves out content of message 1 \(assistant\)"):
+        encoder(folder_of(unmarked(read("deepseek"))))({"messages": [USER, THOUGHT]})
+    last = encoder(folder_of(unmarked(read("deepseek"))), loss_on="last_assistant")
+    assert "why" not in text_of(last({"messages": [USER, THOUGHT, *TALK[2:]]})[0])
+    (row,) = encoder(folder_of(read("phi")))({"messages": [USER, THOUGHT]})
+    assert learned(row) == THOUGHT["content"] + "<|end|>\n"
+    first, second = encoder(folder_of(unmarked(read("thinking"))))(
+        {"messages": [USER, {**ANSWER, "reasoning_content": "why"}, *TALK[2:]]}
+    )
+    assert "why" in learned(first) and "why" not in text_of(second)
+
+
+CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+NAMES = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+SAID = "{% for m in messages %}<|user|>{{ m.content }}"
+LOSSY = [
+    # Short texts, which stand by chance in other places of the text, too.
+    (f"{SAID.replace('messages', 'messages[1:]')}{CALLS}{{% endfor %}}", "content of message 0"),
+    (f"{SAID.replace('m.content', 'm.content[:3]')}{CALLS}{{% endfor %}}", "content of message 0"),
+    (f"{SAID.replace('m.content', 'm.content if not m.role[0] == `t`')}{CALLS}{{% endfor %}}", "content of message 3"),
+    (f"{SAID}{NAMES}{{% endfor %}}", "tool_calls of message 2"),
+    (f"{SAID}{CALLS}{{% endfor %}}{{{{ tools[0].function.name if tools }}}}", "tools"),
+]
+
+
+@pytest.mark.parametrize(("template", "missing"), LOSSY)
+@pytest.mark.parametrize("content", ["a", "abcd"])
+def test_what_a_template_leaves_out_is_named(
+    folder_of: Callable[..., str], template: str, missing: str, content: str
+) -> None:
+    roles = ("user", "assistant", "assistant", "tool", "assistant")
+    messages: Messages = [{"role": role, "content": content} for role in roles]
+    messages[2] = {"role": "assistant", "content": None, "tool_calls": [CALL_AS_TEXT]}
+    encode = encoder(folder_of(template.replace("`", "'")), loss_on="all")
+    with pytest.raises(BadRowError, match=f"leaves out {missing}") as raised:
+        encode({"messages": messages, "tools": [TOOL] if "tools[0]" in template else None})
+    assert raised.value.reason == BadReason.NOT_RENDERED
+
+
+def test_texts_may_be_trimmed_escaped_and_wrapped(folder_of: Callable[..., str]) -> None:
+    template = (
+        "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}{% for m in messages %}<|user|>"
+        "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+        "{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {**TOOL["function"], "description": 'says "é"\n  twice'}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 'a "b"\n', "n": [1.5, {"x": None}]}}}
+    messages = [
+        {"role": "user", "content": "  one "},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": 'line "1"\nline 2 é'},
+        {"role": "assistant", "content": "done\n"},
+    ]
+    assert encoder(folder_of(template), loss_on="all")({"messages": messages, "tools": [tool]})
+
+
+@pytest.mark.parametrize("change", [str, unmarked])
+def test_keys_that_no_template_renders_are_counted(folder_of: Callable[..., str], change: Callable[[str], str]) -> None:
+    template = change(read("phi")).replace("message.content", "(message.effort or '') + message.content")
+    account = ReadAccount()
+    encode = ChatEncoder(DataConfig(paths="unused", tokenizer=folder_of(template)), account=account)
+    encode(
+        {"messages": with_keys(0, id="x", timestamp=3, content=[{"type": "text", "text": "one", "cache": {"a": 1}}])}
+    )
+    encode({"messages": with_keys(1, id="y", effort="high ")})
+    encode({"conversations": [{"from": "human", "value": "one", "lang": "en"}, {"from": "gpt", "value": "two"}]})
+    assert account.ignored_columns == {
+        "messages.id": 2,
+        "messages.timestamp": 1,
+        "messages.content.cache": 1,
+        "messages.lang": 1,
+    }
+
+
+def test_messages_after_the_last_answer_are_counted(folder_of: Callable[..., str]) -> None:
+    account = ReadAccount()
+    data = DataConfig(paths="unused", tokenizer=folder_of(unmarked(read("phi"))))
+    ChatEncoder(data, account=account)({"messages": TALK[:3]})
+    assert account.ignored_columns == {"messages after the last trained turn": 1}
+
+
+OUTSIDE = read("phi").replace(
+    "message.content + '<|end|>\\n' }}{% endgeneration %}", "message.content }}{% endgeneration %}<|end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "count"),
+    [
+        (OUTSIDE, 2),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            "{{ 'assistant: ' if add_generation_prompt }}",
+            2,
+        ),
+        (read("glm"), 2),
+        (unmarked(read("glm")), 2),
+        *((each.template, 0) for name, each in ALL.items() if name != "glm"),
+        *((unmarked(each.template), 0) for name, each in ALL.items() if name not in ("glm", "zephyr")),
+    ],
+)
+def test_turns_without_an_end_token_are_counted(folder_of: Callable[..., str], template: str, count: int) -> None:
+    folder, account = folder_of(template), ReadAccount()
+    ChatEncoder(DataConfig(paths="unused", tokenizer=folder), account=account)({"messages": TALK})
+    assert account.without_end == ({f"of {folder}": count} if count else {})
+
+
 def test_prompt_and_completion_as_messages(folder_of: Callable[..., str]) -> None:
     for change in (str, unmarked):
         (row,) = encoder(folder_of(change(read("phi"))))({"prompt": TALK[:3], "completion": TALK[3:]})
@@ -327,6 +473,30 @@ BAD: list[tuple[dict[str, Any], BadReason]] = [
     ({"messages": [USER]}, BadReason.NO_TARGETS),
     ({"messages": [ANSWER]}, BadReason.PROMPT_MISMATCH),
     ({"prompt": [USER], "completion": "two"}, BadReason.BAD_MESSAGES),
+    ({"prompt": "one", "completion": " two", "system": "be"}, BadReason.UNUSED_COLUMN),
+    ({"prompt": "one", "completion": " two", "tools": [TOOL]}, BadReason.UNUSED_COLUMN),
+    ({"messages": [USER, {**ANSWER, "content": "", "id": "x", "timestamp": "2024"}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": "", "tool_calls": []}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": " \n", "name": "x"}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": None, "function_call": None}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": None, "function_call": {}}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{"role": "user", "text": "one"}, ANSWER]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{"role": "user", "value": "one"}, ANSWER]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{"role": "system", "content": "be"}, *TALK], "system": "else"}, BadReason.BAD_MESSAGES),
+    ({"messages": TALK, "system": 3}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "loss": 0.5}]}, BadReason.BAD_WEIGHT),
+    ({"messages": [USER, {**ANSWER, "loss": False}]}, BadReason.NO_TARGETS),
+    ({"instruction": "one", "output": ""}, BadReason.BAD_MESSAGES),
+    ({"instruction": "one", "output": "two", "history": ["a"]}, BadReason.BAD_MESSAGES),
+    # The template renders roles and contents alone.
+    ({"messages": TALK, "tools": [TOOL]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "content": None, "tool_calls": [CALL]}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "content": None, "function_call": CALL["function"]}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "reasoning_content": "why"}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "thinking": "why"}]}, BadReason.NOT_RENDERED),
+    ({"messages": [{**USER, "name": "alice"}, ANSWER]}, BadReason.NOT_RENDERED),
+    ({"messages": [{"role": "system", "content": "be", "tools": "[lookup]"}, *TALK]}, BadReason.NOT_RENDERED),
     ({"prompt": "one", "completion": ""}, BadReason.EMPTY),
 ]
 
@@ -382,6 +552,60 @@ def test_templates_with_variables_and_a_date(folder_of: Callable[..., str], tmp_
     keys = {"chat_template": str(file), "chat_template_kwargs": {"kind": "short"}}
     (row,) = encoder(folder_of(read("phi")), **keys)({"messages": TALK[:2]})
     assert (text_of(row), learned(row)) == ("short 26 Jul 2024, 00 onetwo", "two")
+
+
+def test_files_and_names_of_templates(folder_of: Callable[..., str], tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}</s>{% endfor %}"
+    (expected,) = encoder(folder_of(template), loss_on="all")({"messages": TALK})
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "own.jinja").write_text(template)
+    several = library_tokenizer(None)
+    several.chat_template = {"default": "{{ messages[0].content }}", "plain": template}
+    several.save_pretrained(tmp_path / "several")
+    several.chat_template = None
+    for name, tokenizer in (
+        (str(tmp_path / "chat_template.json"), folder_of(None)),
+        (str(tmp_path / "own.jinja"), folder_of(None)),
+        ("plain", str(tmp_path / "several")),
+    ):
+        (row,) = encoder(tokenizer, chat_template=name, loss_on="all")({"messages": TALK})
+        assert row.tokens.tolist() == expected.tokens.tolist()
+    with pytest.raises(ConfigError, match=r"or one of the tokenizer's templates \(default, plain\)"):
+        encoder(str(tmp_path / "several"), chat_template="other")({"messages": TALK})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"template": "{{ messages }}"}',
+        '{"chat_template": 3}',
+        '["{{ messages }}"]',
+        "<!DOCTYPE html><p>{{ messages }}",
+        "\n<html>{{ a }}",
+        "version https://git-lfs.github.com/spec/v1",
+        "",
+    ],
+)
+def test_files_that_hold_no_template(folder_of: Callable[..., str], tmp_path: Path, content: str) -> None:
+    (tmp_path / "t.json").write_text(content)
+    write_rows(tmp_path / "a.jsonl", {"messages": [TALK]})
+    data = data_config(tmp_path / "a.jsonl", tokenizer=folder_of(None), chat_template=str(tmp_path / "t.json"))
+    with pytest.raises(ConfigError, match=r"^data\.chat_template is .*, must hold a Jinja template, or JSON"):
+        prepare_local(data, out_dir=str(tmp_path / ".out"))
+
+
+def test_reasons_can_be_printed(folder_of: Callable[..., str], tmp_path: Path) -> None:
+    """Templates repeat in their errors what no encoding writes."""
+    template = "{{ raise_exception('role ' + messages[0].role + ' of ' + messages[0].content) }}"
+    roles = ["us\ud800er", "é"]
+    lines = [{"messages": [{"role": role, "content": "\udcff"}, ANSWER], "\ud801": 1} for role in roles]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "a", "\ud801": 1}]))
+    made = prepare_local(data_config(tmp_path, tokenizer=folder_of(template)), out_dir=str(tmp_path / ".out"))
+    assert [row.detail for row in made.named_bad_rows] == [
+        r"TemplateError: role us\ud800er of \udcff",
+        r"TemplateError: role é of \udcff",
+    ]
+    assert made.account.ignored_columns == {r"\ud801": 1}
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".arrow", ".stream.arrow"])
