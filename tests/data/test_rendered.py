@@ -57,10 +57,10 @@ LOSSY = [
 @pytest.mark.parametrize(("template", "missing"), LOSSY)
 @pytest.mark.parametrize("content", ["a", "abcd"])
 def test_what_a_template_leaves_out_is_named(
-    folder_of: Callable[..., str],
+    folder_of: Callable[..., str],  # noqa: F811
     template: str,
     missing: str,
-    content: str,  # noqa: F811
+    content: str,
 ) -> None:
     roles = ("user", "assistant", "assistant", "tool", "assistant")
     messages: Messages = [{"role": role, "content": content} for role in roles]
