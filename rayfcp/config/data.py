@@ -37,7 +37,8 @@ class SourceConfig(FilesConfig):
 
     text_column: str = Field(default="text", description="column or key with the text, or with a list of messages")
     chat_template: str | None = Field(
-        default=None, description="file with a Jinja template for conversations; the tokenizer's own if absent"
+        default=None,
+        description="file with a Jinja template for conversations, or the name of a tokenizer's; its own if absent",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default={}, description="variables of the chat template, e.g. enable_thinking"

@@ -344,7 +344,7 @@ def check_paths(config: Config) -> None:
     named = []
     for key, source in sources.items():
         named += [(f"{key}.paths", path) for path in source.paths]
-        if source.chat_template is not None:
+        if source.chat_template is not None and not source.chat_template.isidentifier():  # a name is a tokenizer's
             named.append((f"{key}.chat_template", source.chat_template))
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))

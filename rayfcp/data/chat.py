@@ -84,11 +84,11 @@ class ChatEncoder:
         return RenderedCheck(label=self._label)
 
     @cached_property
-    def _end_ids(self) -> npt.NDArray[np.int64]:
+    def _end_ids(self) -> frozenset[int]:
         """Tokens that may end a turn: the end token, and all other special ones."""
         library: Any = self._tokenizer.library
-        added = {number for number, token in library.added_tokens_decoder.items() if token.special}
-        return np.array(sorted({*added, *library.all_special_ids}), dtype=np.int64)
+        added = (number for number, token in library.added_tokens_decoder.items() if token.special)
+        return frozenset((*added, *library.all_special_ids))
 
     def _completion(self, prompt: str, completion: str) -> TokenRow:
         if not completion:
@@ -148,9 +148,12 @@ class ChatEncoder:
 
     def _without_end(self, tokens: SpannedTokens, *, text: str, spans: list[Span]) -> int:
         """Number of turns whose last token that is no white space is none that ends a turn."""
-        ends = [len(text[: span.stop].rstrip()) for span in spans]
-        last = np.searchsorted(tokens.stops, ends)
-        return int(np.count_nonzero(~np.isin(tokens.ids[np.minimum(last, tokens.ids.size - 1)], self._end_ids)))
+        ends = [span.stop for span in spans]
+        for number, span in enumerate(spans):
+            while ends[number] > span.start and text[ends[number] - 1].isspace():
+                ends[number] -= 1
+        last = np.minimum(np.searchsorted(tokens.stops, ends), tokens.ids.size - 1)
+        return sum(token not in self._end_ids for token in tokens.ids[last].tolist())
 
     def _tokens(self, text: str, *, is_document: bool) -> SpannedTokens:
         try:
@@ -217,7 +220,7 @@ class ChatEncoder:
         if len(spans) != len(chat.turns):
             raise BadRowError(
                 BadReason.MARKS_MISMATCH,
-                f"the chat template marks {len(spans)} places for {len(chat.turns)} turns, {len(trained)} of them trained",
+                f"the template marks {len(spans)} places for {len(chat.turns)} turns, {len(trained)} of them trained",
             )
         return [span for span, turn in zip(spans, chat.turns, strict=True) if turn in trained]
 

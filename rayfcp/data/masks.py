@@ -1,6 +1,7 @@
 """Masks and positions of token rows: which tokens are padding, which enter the loss, where documents begin."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ def read_masks(columns: Mapping[str, Any], *, num_tokens: int) -> Documents:
     starts = _document_starts(masks.get("position_ids"), start=start, stop=stop)
     given = [_zeros_and_ones(masks[name], name=name) for name in LOSS_MASKS if name in masks]
     in_loss = np.logical_and.reduce(given) if given else None
-    return Documents(list(zip(starts, [*starts[1:], stop], strict=True)), in_loss)
+    return Documents(list(pairwise([*starts, stop])) if starts else [], in_loss)
 
 
 def _numbers(values: Any, *, name: str, num_tokens: int) -> npt.NDArray[Any]:

@@ -27,6 +27,8 @@ KNOWN_KEYS = frozenset(("role", "content", "tool_calls", "name", "tools", *REASO
 """Keys of messages that a template must render; others may be left out."""
 _LOSS_KEYS = ("weight", "train", "loss")
 """Keys that are 0 or false in a message of the assistant that is not trained."""
+LOST_KEYS = (KNOWN_KEYS | {"function_call", *_LOSS_KEYS}) - {"role", "content"}
+"""Keys that change a message, which must not be lost where they are not read."""
 
 _ROLES = {
     "human": "user",

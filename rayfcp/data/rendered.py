@@ -66,7 +66,7 @@ class RenderedCheck:
         names = keys_beside(chat.messages)
         if not names:
             return chat.left_out
-        is_named = any(name.rpartition(".")[2] in template for name in names)
+        is_named = any(re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", template) for name in names)
         key = (template, frozenset(names))
         unused = None if is_named else self._unused.get(key)
         if unused is None:

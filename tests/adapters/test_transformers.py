@@ -1,6 +1,7 @@
 """`transformers.Trainer` and TRL's `SFTTrainer` on plans train and evaluate as one process does."""
 
 import math
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 from rayfcp.adapters.transformers import enable_flexible_cp
 from rayfcp.adapters.transformers.batches import sequences_of
 from tests.adapters.trainers import FSDP2, Found, Run, arguments_of, make_trainer, padded, rows, tiny_model, train_all
+from tests.data.test_readers import MASKED, WRONG_MASKS
 
 SAME = ("loss", "grad_norm", "eval_loss", "train_loss", "learning_rate", "epoch", "num_input_tokens_seen")
 TIGHT = {"max_tokens_per_rank": 60}
@@ -159,9 +161,37 @@ def test_rows_are_cut_where_the_library_ends_documents() -> None:
     assert shifted[0].targets.tolist() == [6, 7]
 
 
+@pytest.mark.parametrize("number", range(len(MASKED)))
+def test_masks_mean_what_they_do_in_files(number: int) -> None:
+    """The same rows are the same sequences, whether rayfcp reads them or a trainer's collator gives them."""
+    values, samples = MASKED[number]
+    batch = {name: torch.tensor([each]) for name, each in {"labels": values["input_ids"], **values}.items()}
+    found = [each for each in sequences_of(batch) if len(each.input_ids) > 1 or len(samples[0][0]) == 1]
+    assert [each.input_ids.tolist() for each in found] == [tokens for tokens, _ in samples]
+    assert [each.targets.tolist() for each in found] == [[*labels[1:], -100] for _, labels in samples]
+
+
+# A row of padding gives no sequence, and tensors have one shape.
+WRONG_TENSORS = [
+    (columns, detail)
+    for columns, reason, detail in WRONG_MASKS
+    if reason != "empty" and not re.search("must be a list|values for", detail)
+]
+
+
+@pytest.mark.parametrize(("columns", "detail"), WRONG_TENSORS)
+def test_masks_that_files_cannot_have_are_refused(columns: dict[str, Any], detail: str) -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    columns = {name: torch.tensor([each]) for name, each in columns.items()}
+    with pytest.raises(ValueError, match="^batch: .*" + ("segment_ids" if "segment_ids" in detail else detail)):
+        sequences_of({"input_ids": tokens, "labels": tokens, **columns})
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        ({"position_ids": torch.zeros(3, 2, 4, dtype=torch.int64)}, r"position_ids is \(3, 2, 4\), must be \(2, 4\)"),
+        ({"shift_labels": torch.ones(2, 4), "loss_mask": torch.ones(2, 4)}, "loss_mask beside shift_labels"),
         ({"labels": None}, "gives no labels; add them to the data set"),
         ({"pixel_values": torch.zeros(1)}, "gives pixel_values, which a plan cannot cut; remove the columns"),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask is \(2, 1, 4, 4\), must be \(2, 4\)"),

@@ -222,6 +222,8 @@ def with_keys(turn: int, **keys: Any) -> Messages:
         (with_keys(1, weight=0), {}, "four."),
         (with_keys(3, weight=0.0), {}, "two."),
         (with_keys(1, train=False), {}, "four."),
+        (with_keys(1, loss=False), {}, "four."),
+        (with_keys(3, loss=0), {}, "two."),
         (with_keys(1, weight=1, train=True), {}, "two. four."),
         (TALK, {"loss_on": "last_assistant"}, "four."),
         ([*TALK, {"role": "user", "content": "five"}], {"loss_on": "last_assistant"}, "four."),
@@ -282,6 +284,36 @@ def test_shapes_of_conversations_are_the_same(folder_of: Callable[..., str]) -> 
     assert row.tokens.tolist() == expected["input_ids"]
 
 
+def test_columns_beside_messages_work_in_every_form(folder_of: Callable[..., str]) -> None:
+    encode = encoder(folder_of(read("chatml")))
+    asked, answered = OPENAI[1:5], OPENAI[5:]
+    (row,) = encode({"messages": OPENAI, "tools": [TOOL]})
+    beside = {"system": "be", "tools": json.dumps([TOOL])}
+    for other in ({"messages": OPENAI[1:]}, {"messages": OPENAI}, {"prompt": asked, "completion": answered}):
+        assert encode({**other, **beside})[0].tokens.tolist() == row.tokens.tolist()
+    old = [
+        {**OPENAI[3], "tool_calls": None, "function_call": {"name": "look", "arguments": '{"at": 1}'}},
+        {"role": "function", "name": "look", "content": "seen"},
+    ]
+    (called,) = encode({"messages": [*OPENAI[:3], *old, *answered], "tools": [TOOL]})
+    assert called.tokens.tolist() == row.tokens.tolist()
+
+
+def test_alpaca_rows_are_conversations(folder_of: Callable[..., str]) -> None:
+    encode = encoder(folder_of(read("phi")))
+    history = [["one", "two"]]
+    cases = [
+        ({"instruction": "one", "output": "two"}, TALK[:2]),
+        ({"instruction": "one", "input": "", "output": "two"}, TALK[:2]),
+        ({"instruction": "a", "input": "b", "output": "two"}, [{**USER, "content": "a\nb"}, ANSWER]),
+        ({"instruction": "three", "output": "four", "history": history}, TALK),
+        ({"instruction": "one", "output": "two", "system": "be"}, [{"role": "system", "content": "be"}, *TALK[:2]]),
+    ]
+    for record, messages in cases:
+        (row,), (same,) = encode(record), encode({"messages": messages})
+        assert (row.tokens.tolist(), row.labels.tolist()) == (same.tokens.tolist(), same.labels.tolist())
+
+
 def test_prompt_and_completion_as_messages(folder_of: Callable[..., str]) -> None:
     for change in (str, unmarked):
         (row,) = encoder(folder_of(change(read("phi"))))({"prompt": TALK[:3], "completion": TALK[3:]})
@@ -327,6 +359,30 @@ BAD: list[tuple[dict[str, Any], BadReason]] = [
     ({"messages": [USER]}, BadReason.NO_TARGETS),
     ({"messages": [ANSWER]}, BadReason.PROMPT_MISMATCH),
     ({"prompt": [USER], "completion": "two"}, BadReason.BAD_MESSAGES),
+    ({"prompt": "one", "completion": " two", "system": "be"}, BadReason.UNUSED_COLUMN),
+    ({"prompt": "one", "completion": " two", "tools": [TOOL]}, BadReason.UNUSED_COLUMN),
+    ({"messages": [USER, {**ANSWER, "content": "", "id": "x", "timestamp": "2024"}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": "", "tool_calls": []}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": " \n", "name": "x"}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": None, "function_call": None}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "content": None, "function_call": {}}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{"role": "user", "text": "one"}, ANSWER]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{"role": "user", "value": "one"}, ANSWER]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{"role": "system", "content": "be"}, *TALK], "system": "else"}, BadReason.BAD_MESSAGES),
+    ({"messages": TALK, "system": 3}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "loss": 0.5}]}, BadReason.BAD_WEIGHT),
+    ({"messages": [USER, {**ANSWER, "loss": False}]}, BadReason.NO_TARGETS),
+    ({"instruction": "one", "output": ""}, BadReason.BAD_MESSAGES),
+    ({"instruction": "one", "output": "two", "history": ["a"]}, BadReason.BAD_MESSAGES),
+    # The template renders roles and contents alone.
+    ({"messages": TALK, "tools": [TOOL]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "content": None, "tool_calls": [CALL]}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "content": None, "function_call": CALL["function"]}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "reasoning_content": "why"}]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "thinking": "why"}]}, BadReason.NOT_RENDERED),
+    ({"messages": [{**USER, "name": "alice"}, ANSWER]}, BadReason.NOT_RENDERED),
+    ({"messages": [{"role": "system", "content": "be", "tools": "[lookup]"}, *TALK]}, BadReason.NOT_RENDERED),
     ({"prompt": "one", "completion": ""}, BadReason.EMPTY),
 ]
 
@@ -382,6 +438,60 @@ def test_templates_with_variables_and_a_date(folder_of: Callable[..., str], tmp_
     keys = {"chat_template": str(file), "chat_template_kwargs": {"kind": "short"}}
     (row,) = encoder(folder_of(read("phi")), **keys)({"messages": TALK[:2]})
     assert (text_of(row), learned(row)) == ("short 26 Jul 2024, 00 onetwo", "two")
+
+
+def test_files_and_names_of_templates(folder_of: Callable[..., str], tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}</s>{% endfor %}"
+    (expected,) = encoder(folder_of(template), loss_on="all")({"messages": TALK})
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "own.jinja").write_text(template)
+    several = library_tokenizer(None)
+    several.chat_template = {"default": "{{ messages[0].content }}", "plain": template}
+    several.save_pretrained(tmp_path / "several")
+    several.chat_template = None
+    for name, tokenizer in (
+        (str(tmp_path / "chat_template.json"), folder_of(None)),
+        (str(tmp_path / "own.jinja"), folder_of(None)),
+        ("plain", str(tmp_path / "several")),
+    ):
+        (row,) = encoder(tokenizer, chat_template=name, loss_on="all")({"messages": TALK})
+        assert row.tokens.tolist() == expected.tokens.tolist()
+    with pytest.raises(ConfigError, match=r"or one of the tokenizer's templates \(default, plain\)"):
+        encoder(str(tmp_path / "several"), chat_template="other")({"messages": TALK})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"template": "{{ messages }}"}',
+        '{"chat_template": 3}',
+        '["{{ messages }}"]',
+        "<!DOCTYPE html><p>{{ messages }}",
+        "\n<html>{{ a }}",
+        "version https://git-lfs.github.com/spec/v1",
+        "",
+    ],
+)
+def test_files_that_hold_no_template(folder_of: Callable[..., str], tmp_path: Path, content: str) -> None:
+    (tmp_path / "t.json").write_text(content)
+    write_rows(tmp_path / "a.jsonl", {"messages": [TALK]})
+    data = data_config(tmp_path / "a.jsonl", tokenizer=folder_of(None), chat_template=str(tmp_path / "t.json"))
+    with pytest.raises(ConfigError, match=r"^data\.chat_template is .*, must hold a Jinja template, or JSON"):
+        prepare_local(data, out_dir=str(tmp_path / ".out"))
+
+
+def test_reasons_can_be_printed(folder_of: Callable[..., str], tmp_path: Path) -> None:
+    """Templates repeat in their errors what no encoding writes."""
+    template = "{{ raise_exception('role ' + messages[0].role + ' of ' + messages[0].content) }}"
+    roles = ["us\ud800er", "é"]
+    lines = [{"messages": [{"role": role, "content": "\udcff"}, ANSWER], "\ud801": 1} for role in roles]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "a", "\ud801": 1}]))
+    made = prepare_local(data_config(tmp_path, tokenizer=folder_of(template)), out_dir=str(tmp_path / ".out"))
+    assert [row.detail for row in made.named_bad_rows] == [
+        r"TemplateError: role us\ud800er of \udcff",
+        r"TemplateError: role é of \udcff",
+    ]
+    assert made.account.ignored_columns == {r"\ud801": 1}
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".arrow", ".stream.arrow"])

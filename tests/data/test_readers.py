@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
 from rayfcp.data import prepare_local, sources
+from rayfcp.data.account import ReadAccount
+from rayfcp.data.chat import ChatEncoder
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadReason, BadRow, TokenRow
 from rayfcp.data.storage import UnreadableFileError
@@ -210,3 +212,134 @@ def test_conversations_without_a_chat_template_name_the_remedy(tmp_path: Path, e
         prepare_local(
             data_config(tmp_path, text_column=text_column, max_bad_fraction=0.1), out_dir=str(tmp_path / ".out")
         )
+
+
+PACKED = {"input_ids": [1, 2, 3, 4, 5], "position_ids": [0, 1, 0, 1, 2]}
+PADDED = {"input_ids": [0, 1, 2, 3, 0], "attention_mask": [0, 1, 1, 1, 0]}
+MASKED: list[tuple[dict[str, Any], list[list[list[int]]]]] = [
+    (PADDED, [[[1, 2, 3], [1, 2, 3]]]),
+    ({**PADDED, "labels": [-100, -100, 2, 3, -100]}, [[[1, 2, 3], [-100, 2, 3]]]),
+    ({**PADDED, "position_ids": [0, 1, 2, 3, 4]}, [[[1, 2, 3], [1, 2, 3]]]),
+    ({**PADDED, "position_ids": [1, 0, 1, 2, 1]}, [[[1, 2, 3], [1, 2, 3]]]),
+    ({**PADDED, "position_ids": [0, 0, 0, 1, 0], "labels": [9] * 5}, [[[2, 3], [9, 9]]]),
+    ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "token_type_ids": [1, 1, 1]}, [[[1, 2, 3], [1, 2, 3]]]),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, [[[1, 2, 3], [-100, -100, 3]]]),
+    ({"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1], "labels": [-100, -100, 3]}, [[[1, 2, 3], [-100, -100, 3]]]),
+    ({"input_ids": [1, 2], "completion_mask": [0, 1], "assistant_masks": [1, 0]}, [[[1, 2], [-100, -100]]]),
+    (PACKED, [[[1, 2], [1, 2]], [[3, 4, 5], [3, 4, 5]]]),
+    ({**PACKED, "attention_mask": [1, 1, 1, 1, 0]}, [[[1, 2], [1, 2]], [[3, 4], [3, 4]]]),
+    ({**PACKED, "loss_mask": [0, 1, 0, 0, 1]}, [[[1, 2], [-100, 2]], [[3, 4, 5], [-100, -100, 5]]]),
+    ({"input_ids": [7], "position_ids": [0]}, [[[7], [7]]]),
+]
+
+
+@pytest.mark.parametrize("ending", (".jsonl", *COLUMNAR))
+def test_masks_are_honoured(tmp_path: Path, ending: str) -> None:
+    for number, (values, samples) in enumerate(MASKED):
+        path = tmp_path / f"a{ending}"
+        write_rows(path, {name: [value] for name, value in values.items()})
+        rows = read_all(path)
+        assert all(isinstance(row, TokenRow) for row in rows), number
+        labels = [row.tokens if row.labels is None else row.labels for row in rows]
+        assert [[row.tokens.tolist(), own.tolist()] for row, own in zip(rows, labels, strict=True)] == samples
+        assert [row.num_rows for row in rows] == [1, 0][: len(rows)]
+
+
+WRONG_MASKS: list[tuple[dict[str, Any], BadReason, str]] = [
+    ({"attention_mask": [1, 0, 1]}, BadReason.MASK_MISMATCH, "attention_mask is 0 between tokens"),
+    ({"attention_mask": [0, 0, 0]}, BadReason.EMPTY, "attention_mask is 0 at all tokens"),
+    ({"attention_mask": [1, 1, 2]}, BadReason.MASK_MISMATCH, "attention_mask has 2, must be 0 or 1"),
+    ({"attention_mask": [1, 1]}, BadReason.MASK_MISMATCH, "attention_mask has 2 values for 3 tokens"),
+    ({"attention_mask": []}, BadReason.MASK_MISMATCH, "attention_mask has 0 values for 3 tokens"),
+    ({"attention_mask": [[1, 1, 1]] * 3}, BadReason.MASK_MISMATCH, "must be a list of numbers, one for each token"),
+    ({"loss_mask": [0, 0.5, 1]}, BadReason.MASK_MISMATCH, "loss_mask has 0.5, must be 0 or 1"),
+    ({"assistant_masks": ["a", "b", "c"]}, BadReason.MASK_MISMATCH, "assistant_masks must be a list of numbers"),
+    ({"completion_mask": 1}, BadReason.MASK_MISMATCH, "completion_mask must be a list of numbers"),
+    ({"token_type_ids": [0, 0, 1]}, BadReason.MASK_MISMATCH, "token_type_ids has several types"),
+    ({"position_ids": [0, 1, 3]}, BadReason.BAD_POSITIONS, "position_ids has 3 after 1 at token 2, must begin at 0"),
+    ({"position_ids": [2, 1, 0]}, BadReason.BAD_POSITIONS, "position_ids has 2 at token 0"),
+    ({"position_ids": [5, 6, 7]}, BadReason.BAD_POSITIONS, "position_ids has 5 at token 0"),
+    ({"position_ids": [0.0, 1.0, 2.0]}, BadReason.BAD_POSITIONS, "position_ids must be integers"),
+    ({"position_ids": [[0, 1, 2]] * 3}, BadReason.BAD_POSITIONS, "position_ids must be a list of numbers"),
+    (
+        {"segment_ids": [1, 1, 2]},
+        BadReason.UNUSED_COLUMN,
+        "segment_ids beside input_ids is not read: give position_ids",
+    ),
+]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("columns", "reason", "detail"), WRONG_MASKS)
+def test_masks_that_cannot_be_read(
+    tmp_path: Path, ending: str, columns: dict[str, Any], reason: BadReason, detail: str
+) -> None:
+    write_rows(tmp_path / f"a{ending}", {"input_ids": [[1, 2, 3]], **{name: [each] for name, each in columns.items()}})
+    (row,) = read_all(tmp_path)
+    assert isinstance(row, BadRow)
+    assert (row.reason, detail in row.detail) == (reason, True), row
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_row_of_several_forms_is_read_by_the_first(tmp_path: Path, ending: str) -> None:
+    """What the others have is counted."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_rows(
+        tmp_path / f"a{ending}",
+        {
+            "input_ids": [[1, 2], None],
+            "text": ["a", "b"],
+            "messages": [talk, talk],
+            "tools": ["[{}]", "[{}]"],
+            "id": [1, 2],
+        },
+    )
+    account = ReadAccount()
+    (file,) = sources.discover(data_config(tmp_path))
+    data = data_config(tmp_path)
+    rows = list(read_rows(file, tokenizer=ByteTokenizer(), text_column="text", chat=ChatEncoder(data), account=account))
+    assert tokens_of(rows) == [[1, 2], [98, EOS]]
+    assert account.ignored_columns == {"text": 1, "messages": 2, "tools": 2, "id": 2}
+
+
+REFUSED: list[tuple[dict[str, Any], BadReason, str]] = [
+    ({"text": "a", "tools": "[{}]"}, BadReason.UNUSED_COLUMN, "tools beside text has no place there"),
+    ({"text": "a", "system": "be"}, BadReason.UNUSED_COLUMN, "system beside text"),
+    ({"text": "a", "images": ["b.png"]}, BadReason.NO_PROCESSOR, "images beside text: set data.processor"),
+    ({"input_ids": [1, 2], "videos": [["b.png"]]}, BadReason.NO_PROCESSOR, "videos beside input_ids"),
+    ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "has columns content, id, neither input_ids nor text, mess"),
+    ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "set data.text_column"),
+    ({"chosen": "a", "rejected": "b"}, BadReason.MISSING_COLUMN, "set loss.type to dpo or reward for pairs"),
+    ({f"c{number}": 1 for number in range(20)}, BadReason.MISSING_COLUMN, "c6, c7 and 12 more"),
+]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("columns", "reason", "detail"), REFUSED)
+def test_columns_without_a_place_are_refused(
+    tmp_path: Path, ending: str, columns: dict[str, Any], reason: BadReason, detail: str
+) -> None:
+    write_rows(tmp_path / f"a{ending}", {name: [each] for name, each in columns.items()})
+    (file,) = sources.discover(data_config(tmp_path))
+    encode = ChatEncoder(data_config(tmp_path))
+    (row,) = read_rows(file, tokenizer=ByteTokenizer(), text_column="text", chat=encode)
+    assert isinstance(row, BadRow)
+    assert (row.reason, detail in row.detail) == (reason, True), row
+
+
+def test_columns_without_values_are_neither_refused_nor_counted(tmp_path: Path) -> None:
+    empty = {"system": "", "tools": [], "images": None, "id": None, "meta": {}, "labels": None, "messages": []}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", **empty}) + "\n")
+    account = ReadAccount()
+    (file,) = sources.discover(data_config(tmp_path))
+    rows = list(read_rows(file, tokenizer=ByteTokenizer(), text_column="text", account=account))
+    assert tokens_of(rows) == [[97, EOS]] and account == ReadAccount()
+
+
+def test_names_of_ignored_columns_are_bounded(tmp_path: Path) -> None:
+    lines = (json.dumps({"text": "a", f"key{number}": 1}) + "\n" for number in range(300))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    account = ReadAccount()
+    (file,) = sources.discover(data_config(tmp_path))
+    assert len(list(read_rows(file, tokenizer=ByteTokenizer(), text_column="text", account=account))) == 300
+    assert (len(account.ignored_columns), account.ignored_columns["others"]) == (201, 100)

@@ -10,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 from rayfcp.config.models import PlanConfig
+from rayfcp.data.masks import LOSS_MASKS, MASK_COLUMNS, read_masks
 from rayfcp.data.rows import IGNORED
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.kernels import AttentionKernel
@@ -20,7 +21,7 @@ from rayfcp.plan import CostModel, plan_batch
 from rayfcp.program import Forward, Load, check_progress, lower
 from rayfcp.values import ClusterSpec, LayerKinds, SequenceSpec
 
-_READ = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"}
+_READ = {"input_ids", "labels", "shift_labels", *MASK_COLUMNS}
 _DERIVED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """What collators of flattened batches give besides positions, for kernels of their own."""
 
@@ -43,11 +44,12 @@ _PADDING = (torch.tensor([0]), torch.tensor([0]), torch.tensor([IGNORED]))
 
 
 def sequences_of(batch: Mapping[str, Any]) -> list[TokenSequence]:
-    """Return the sequences of a collated batch `[rows, tokens]`, without padding. Targets are shifted within rows, as
-    the library's loss does; then rows are cut where positions do not count up, as its attention does.
+    """Return the sequences of a collated batch `[rows, tokens]`: the documents of its rows without padding, as
+    `rayfcp.data.masks` reads them. A document's first token is no target, nor are tokens that a mask keeps out of the
+    loss; `shift_labels` are taken as they are.
 
     Raises:
-        ValueError: There are no labels, or inputs that would not reach the model.
+        ValueError: There are no labels, inputs that would not reach the model, or masks that cannot be read.
     """
     unknown = sorted(set(batch) - _READ - _DERIVED)
     if unknown:
@@ -58,27 +60,37 @@ def sequences_of(batch: Mapping[str, Any]) -> list[TokenSequence]:
             "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
     tokens = batch["input_ids"]
-    mask = batch.get("attention_mask", torch.ones_like(tokens)).bool()
-    if mask.shape != tokens.shape:
-        raise ValueError(
-            f"batch: attention_mask is {tuple(mask.shape)}, must be {tuple(tokens.shape)} as input_ids, 0 at padding; "
-            "separate documents by position_ids"
-        )
-    return [sequence for row, kept in enumerate(mask) for sequence in _sequences_of_row(batch, row, kept=kept)]
+    if "shift_labels" in batch and (beside := [name for name in LOSS_MASKS if name in batch]):
+        raise ValueError(f"batch: the collator gives {beside[0]} beside shift_labels; remove one of both")
+    masks = {name: batch[name] for name in MASK_COLUMNS if name in batch}
+    if "position_ids" in masks and masks["position_ids"].ndim == 2:
+        masks["position_ids"] = masks["position_ids"].expand(len(tokens), -1)
+    for name, mask in masks.items():
+        if mask.shape != tokens.shape:
+            raise ValueError(
+                f"batch: {name} is {tuple(mask.shape)}, must be {tuple(tokens.shape)} as input_ids; separate documents "
+                "by position_ids that begin at 0 in each"
+            )
+    return [sequence for row in range(len(tokens)) for sequence in _sequences_of_row(batch, masks, row=row)]
 
 
-def _sequences_of_row(batch: Mapping[str, Any], row: int, *, kept: Tensor) -> Iterator[TokenSequence]:
-    input_ids = batch["input_ids"][row][kept]
-    given = batch.get("position_ids")
-    positions = torch.arange(len(input_ids)) if given is None else given.expand(len(batch["input_ids"]), -1)[row][kept]
-    if "shift_labels" in batch:
-        targets = batch["shift_labels"][row][kept]
-    else:
-        targets = torch.cat([batch["labels"][row][kept][1:], torch.tensor([IGNORED])])
-    starts = (positions.diff() != 1).nonzero().flatten() + 1
-    for columns in zip(*(each.tensor_split(starts) for each in (input_ids, positions, targets)), strict=True):
-        if len(columns[0]):
-            yield TokenSequence(input_ids=columns[0], positions=columns[1], targets=columns[2])
+def _sequences_of_row(batch: Mapping[str, Any], masks: Mapping[str, Tensor], *, row: int) -> Iterator[TokenSequence]:
+    input_ids = batch["input_ids"][row]
+    try:
+        documents = read_masks({name: mask[row].numpy() for name, mask in masks.items()}, num_tokens=len(input_ids))
+    except ValueError as error:
+        raise ValueError(f"batch: row {row}: {error}") from error
+    given = masks.get("position_ids")
+    for start, stop in documents.ranges:
+        if "shift_labels" in batch:
+            targets = batch["shift_labels"][row][start:stop]
+        else:
+            labels = batch["labels"][row]
+            if documents.in_loss is not None:
+                labels = labels.where(torch.from_numpy(documents.in_loss), IGNORED)
+            targets = torch.cat([labels[start + 1 : stop], torch.tensor([IGNORED])])
+        positions = torch.arange(stop - start) if given is None else given[row][start:stop]
+        yield TokenSequence(input_ids=input_ids[start:stop], positions=positions, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

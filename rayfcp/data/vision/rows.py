@@ -17,6 +17,7 @@ import numpy as np
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data.manifest import join, resolve
+from rayfcp.data.messages import LOST_KEYS
 from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row
 from rayfcp.data.vision.images import header_size
 from rayfcp.data.vision.layout import RUN_FIELDS, MediaGrid, RowImages
@@ -104,6 +105,8 @@ def _message(message: Any) -> dict[str, Any]:
     """The message with its content as a list of parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRowError(BadReason.WRONG_TYPE, "messages must hold objects with role and content")
+    if lost := sorted(name for name in LOST_KEYS.intersection(message) if message[name] not in (None, "", [], {}, 1)):
+        raise BadRowError(BadReason.BAD_MESSAGES, f"a message has {lost[0]}, which rows with images cannot have")
     content = message.get("content")
     parts = _text_parts(content) if isinstance(content, str) else map(_part, _listed(content, name="content"))
     return {"role": message["role"], "content": list(parts)}

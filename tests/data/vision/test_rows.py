@@ -117,6 +117,20 @@ def test_bad_images_are_counted_and_named(tmp_path: Path, qwen: ImageTokenizer) 
     assert "wide.png: 70 x 40 pixels" in str(made.named_bad_rows[2])
 
 
+def test_what_rows_with_images_cannot_have_is_refused(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    question = {"role": "user", "content": "<image>?"}
+    answers = [
+        {"role": "assistant", "content": "a", "id": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "assistant", "content": "a", "reasoning_content": "b"},
+        {"role": "assistant", "content": "a", "weight": 0},
+        {"role": "assistant", "content": "a"},
+    ]
+    rows = {"messages": [[question, answer] for answer in answers], "images": [["a.png"]] * 5}
+    made = prepared(tmp_path, qwen, {**rows, "system": [None] * 4 + ["be"]}, kind="jsonl")
+    assert (made.num_rows, made.bad_rows) == (1, {"bad_messages": 3, "unused_column": 1})
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_images_beside_ready_tokens_are_refused(tmp_path: Path, qwen: ImageTokenizer, kind: str) -> None:
     rows = {"input_ids": [[1, 2], [3, 4]], "images": [None, ["a.png"]]}
