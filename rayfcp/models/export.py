@@ -136,7 +136,7 @@ def _carried(
         log(f"{run.path} has no weights any more, from which tensors that were not trained are copied")
         return {}
     base = part_at(run.path, described) if part is None else part
-    carried, useless = carried_weights(run.path, library if base is None else base.whole, base)
+    carried, useless = carried_weights(run.path, library if base is None else base.whole, part=base)
     if carried:
         log(f"copied from {run.path}, not trained: {listed(list(carried))}")
     if base is not part:
