@@ -26,7 +26,6 @@ from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.config.data import SourceConfig
 from rayfcp.data import LengthIndex, cached_prepare, prepare, run_tokenizer
-from rayfcp.data.hub import locate
 from rayfcp.execute.reports import find_damage
 from rayfcp.telemetry.loggers.interface import check_loggers
 from rayfcp.telemetry.progress import Progress
@@ -309,10 +308,12 @@ def check_runnable(config: Config) -> None:
     """
     check_layout(config)
     check_loggers(config.metrics.loggers)
+    # Not before the rest is checked: the model library imports slowly.
+    from rayfcp.models.library import config_at
+
     if config.model.path is not None:
-        locate(config.model.path, key="model.path")  # the tokenizer may be the model's
+        config_at(config.model.path)  # whose tokenizer may be missing since it is another folder
     vocab_size = run_tokenizer(config).vocab_size
-    # Not before the tokenizer is checked: the model library imports slowly.
     from rayfcp.models.describe import check_limits
     from rayfcp.models.pretrained import check_weights
     from rayfcp.models.selfcheck import check_supported

@@ -163,9 +163,9 @@ def run_tokenizer(config: Config) -> Tokenizer:
     try:
         return tokenizer_of(data)
     except ConfigError as error:
-        if data.processor is None and data.tokenizer == model.path:
-            raise ConfigError(str(error).replace("data.tokenizer is", "model.path is", 1)) from error
-        raise
+        own = "model.path" if data.tokenizer == model.path else "data.tokenizer"
+        key = own if data.processor is None else "data.processor"
+        raise ConfigError(str(error).replace("data.tokenizer is", f"{key} is", 1)) from error
 
 
 def _load_hugging_face(name: str) -> Any:

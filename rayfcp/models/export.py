@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import ModelConfig
+from rayfcp.config.models import ModelConfig, has_weights
 from rayfcp.models.build import DTYPES, first_buffers, random_model
 from rayfcp.models.describe import configured_model
 from rayfcp.models.export_files import (
@@ -108,18 +108,12 @@ def _write_model(
     ends: Sequence[int],
     log: Log,
 ) -> None:
-    run, carried = config.model, dict[str, Tensor]()
+    run = config.model
     whole = run.lora.rank is not None or run.freeze_vision
     held: Mapping[str, Source] = _held(config, described, checkpoint, whole=whole)
     if part is not None:
         held = {part.outer(name) or name: each for name, each in held.items()} | other_weights(part, str(run.path))
-    if run.path is not None and run.init == "pretrained":
-        carried, useless = carried_weights(run.path, library, part)
-        if carried:
-            log(f"copied from {run.path}, not trained: {listed(list(carried))}")
-        if useless:
-            log(f"not copied from {run.path}, since the model has no use for them: {listed(useless)}")
-    dtype = DTYPES[run.dtype]
+    carried, dtype = _carried(run, library, described, part=part, log=log), DTYPES[run.dtype]
     tensors = _as_in_files(library, checkpoint, dtype=dtype, held=held, part=part)
     others = ((name, each.to(dtype) if each.dtype in DTYPES_OF_FILES else each) for name, each in carried.items())
     _write_weights(chain(tensors, others), target)
@@ -130,6 +124,26 @@ def _write_model(
     library.config.save_pretrained(target)
     if library.can_generate():
         write_generation_config(library, target, path=run.path, ends=ends, log=log)
+
+
+def _carried(
+    run: ModelConfig, library: Any, described: PreTrainedConfig, *, part: TextPart | None, log: Log
+) -> dict[str, Tensor]:
+    """Tensors at `model.path` beside the model's own that an export has too; log these, and those that it lacks."""
+    if run.path is None or run.init != "pretrained":
+        return {}
+    if not has_weights(run.path):
+        log(f"{run.path} has no weights any more, from which tensors that were not trained are copied")
+        return {}
+    base = part_at(run.path, described) if part is None else part
+    carried, useless = carried_weights(run.path, library if base is None else base.whole, part=base)
+    if carried:
+        log(f"copied from {run.path}, not trained: {listed(list(carried))}")
+    if base is not part:
+        log(f"not copied from {run.path}: its encoders, since a reward model is one of text")
+    if useless:
+        log(f"not copied from {run.path}, since the model has no use for them: {listed(useless)}")
+    return carried
 
 
 def _drop_drafts(config: PreTrainedConfig, carried: Iterable[str], *, log: Log) -> None:

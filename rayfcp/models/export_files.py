@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
 )
 _NOT_COPIED = (*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", "*.onnx*", "README*", ".*", "*/")
 """Weights in other formats, the page about the base, folders."""
-_MAX_NAMED = 5
+_MAX_NAMED = 12
 _TALK = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
@@ -90,7 +90,8 @@ def copy_files(config: Config, target: Path, *, tokenizer: Tokenizer | None, log
     if tokenizer is not None and tokenizer.library is not None and own != path:
         tokenizer.library.save_pretrained(target)
     if data.processor is not None and data.processor != path:
-        _copy(ModelFiles(data.processor, key="data.processor"), ("*processor_config.json", "chat_template*"), target)
+        others = ModelFiles(data.processor, key="data.processor")
+        _copy(others, _matching(others.names, ("*processor_config.json", "chat_template*")), target)
     if path is None:
         return
     files = ModelFiles(path, key="model.path")
@@ -108,9 +109,9 @@ def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def _copy(files: ModelFiles, patterns: Iterable[str], target: Path) -> None:
+def _copy(files: ModelFiles, names: Iterable[str], target: Path) -> None:
     """Copy files that are not there yet."""
-    for name in _matching(files.names, tuple(patterns)):
+    for name in names:
         found, copied = files.find(name), target / name
         if found is not None and not copied.exists():
             copied.parent.mkdir(exist_ok=True)
@@ -199,7 +200,8 @@ def write_generation_config(library: Any, target: Path, *, path: str | None, end
         shutil.copyfile(base, file)
     settings = json.loads(file.read_text(encoding="utf-8"))
     before = settings.get("eos_token_id")
-    settings["eos_token_id"] = with_ends(before, ends)
+    told = getattr(text_of(library.config), "eos_token_id", None) if before is None else before
+    settings["eos_token_id"] = with_ends(told, ends)
     if settings["eos_token_id"] != before:
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         if base is not None:

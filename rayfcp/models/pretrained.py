@@ -301,7 +301,7 @@ def other_weights(part: TextPart, path: str) -> dict[str, Source]:
     return dict(_sources(WeightFiles(path), part.whole, wanted=part.others(), part=part))
 
 
-def carried_weights(path: str, library: Any, part: TextPart | None) -> tuple[dict[str, Tensor], list[str]]:
+def carried_weights(path: str, library: Any, *, part: TextPart | None) -> tuple[dict[str, Tensor], list[str]]:
     """Return what the files at `path` hold beside the model's own tensors.
 
     First the tensors that the library ignores, by their names in the files, such as layers for speculative decoding and

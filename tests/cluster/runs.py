@@ -48,6 +48,8 @@ def run_config(folder: Path, *, name: str, **sections: dict[str, Any]) -> Config
             "snapshot_dir": str(folder),
         },
     }
+    if sections.get("model", {}).get("path") is not None:
+        del raw["model"]["architecture"]
     for section, values in sections.items():
         raw.setdefault(section, {}).update(values)
     return Config.model_validate(raw)

@@ -79,7 +79,8 @@ def test_a_named_model_is_not_trained_on_bytes_by_default(data: dict[str, Any]) 
 def test_errors_name_the_key_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "untold").mkdir()
-    for model, data, key in (("untold", {}, "model.path"), (".", {"tokenizer": "untold"}, "data.tokenizer")):
+    given = ((".", {"processor": "untold"}, "data.processor"), (".", {"tokenizer": "untold"}, "data.tokenizer"))
+    for model, data, key in (("untold", {}, "model.path"), *given):
         with pytest.raises(ConfigError, match=f"^{key} is 'untold', which has no tokenizer .*; set data.tokenizer to"):
             run_tokenizer(run_with({"path": model}, **data))
 

@@ -66,7 +66,7 @@ def small(words: list[str]) -> list[str]:
         return [*words, *SMALL, *(["train.steps=3", PEAK] if len(words) > 2 else [])]
     if words[0] == "train":  # on CPUs: the Ray that tests share speaks of an NPU, which `auto` would take
         text = SAVED.get(words[1]) or Path(words[1]).read_text(encoding="utf-8")
-        narrow = [] if read_yaml(text, source=words[1])["model"].get("path") else NARROW
+        narrow = [] if (read_yaml(text, source=words[1]).get("model") or {}).get("path") else NARROW
         return [*words, "cluster.device=cpu", "train.steps=2", "eval.batches=1", PEAK, *narrow]
     if words[0] == "plan":
         return [*words, "plan.search_moves=2000", *([] if "--lengths" in words else SMALL)]

@@ -290,6 +290,26 @@ def test_the_configuration_has_no_layers_without_weights(name: str, init: str, t
     assert found.get("text_config", found)[key] == 0
 
 
+def test_a_reward_model_of_a_multimodal_one_is_of_text(tmp_path: Path) -> None:
+    keys = copy.deepcopy(MULTIMODAL["gemma3"])
+    keys["text_config"]["pad_token_id"] = 0
+    write_base(tmp_path / "base", Base(family="gemma3", keys=keys))
+    out, lines, _ = exported(tmp_path, loss="reward")
+    assert f"not copied from {tmp_path / 'base'}: its encoders, since a reward model is one of text" in lines
+    opened, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert opened.config.model_type == "gemma3_text" and not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_a_base_whose_weights_are_gone_does_not_keep_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was trained is in the checkpoint."""
+    write_base(tmp_path / "base", BASES["hybrid with drafts"])
+    monkeypatch.setattr(export, "has_weights", lambda _: False)
+    out, lines, _ = exported(tmp_path)
+    assert f"{tmp_path / 'base'} has no weights any more, from which tensors that were not trained are copied" in lines
+    assert "mtp_num_hidden_layers is 0, was 1: there are no weights of such layers" in lines
+    assert tensors_of(tmp_path / "base").keys() - tensors_of(out).keys() == DRAFT.keys()
+
+
 def test_another_tokenizer_replaces_the_bases(tmp_path: Path) -> None:
     """Its files are written, those of the base are named as left out, others are copied."""
     write_base(tmp_path / "base", BASES["dense, tied"])
