@@ -68,6 +68,8 @@ def test_samples_are_the_rows(tmp_path_factory: pytest.TempPathFactory, rows: Ro
     index, reader = LengthIndex.open(folder, max_seqlen=max_seqlen, long_sequences=mode), TokenReader.open(folder)
     samples = index.samples(range(len(index)))
     assert [whole(reader, sample) for sample in samples] == expected
+    counted = sum(min(sum(each != IGNORED for each in targets) + 1, len(targets)) for _, targets in expected)
+    assert index.head_fraction == counted / sum(len(tokens) for tokens, _ in expected)
     assert [sample.num_targets for sample in samples] == [
         sum(target != IGNORED for target in targets) for _, targets in expected
     ]

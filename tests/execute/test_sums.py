@@ -45,6 +45,19 @@ def test_sums(terms: list[list[tuple[int, int]]], reads: bool) -> None:
     assert torch.allclose(torch.stack(sums.result(torch.float64)), want)
 
 
+def test_sums_of_narrow_terms_are_rounded_once() -> None:
+    """Over 512 terms in bf16, as of rounds, slices and pieces."""
+    exact = torch.zeros(ROWS, 64, dtype=torch.float64)
+    sums = RowSums(lambda: (torch.zeros(ROWS, 64),), num_rows=ROWS)
+    for seed in range(512):
+        part = (term([(0, ROWS)], seed, 64) + 0.3).bfloat16()
+        sums.add([(0, ROWS)], part)
+        exact += part.double()
+    (found,) = sums.result(torch.bfloat16)
+    error, once = (float((each.double() - exact).norm()) for each in (found, exact.bfloat16()))
+    assert error < 1.01 * once
+
+
 def test_a_term_of_all_rows_is_kept_as_it_is() -> None:
     sums, only = RowSums(lambda: (torch.zeros(3),), num_rows=3), torch.ones(3, dtype=torch.bfloat16)
     sums.add([(0, 2), (2, 3)], only)
