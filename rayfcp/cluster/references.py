@@ -144,7 +144,7 @@ def check_reference(config: Config, *, vocab_size: int) -> None:
     try:
         library, model = described_model(own, vocab_size=vocab_size)
         check_limits(library, own)
-        check_supported(library, num_stages=own.cluster.pipeline_stages)
+        check_supported(library, num_stages=own.cluster.pipeline_stages, dtype=own.model.dtype)
         check_weights(name, library)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "loss.reference")) from error

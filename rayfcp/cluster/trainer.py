@@ -322,7 +322,7 @@ def check_runnable(config: Config) -> None:
     library, model = described_model(config, vocab_size=vocab_size)
     check_limits(library, config)
     check_tensor_parallel(library, config.cluster.tensor_parallel)
-    check_supported(library, num_stages=config.cluster.pipeline_stages)
+    check_supported(library, num_stages=config.cluster.pipeline_stages, dtype=config.model.dtype)
     if config.model.init == "pretrained" and config.model.path:
         check_weights(config.model.path, library)
     configured_bound(config, model)

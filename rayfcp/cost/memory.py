@@ -261,8 +261,9 @@ def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
         by_heads = bytes_per_element * layer.exchanged_elements
         return each.whole + each.head + each.buffers - 2 * each.kv_gradients + by_heads
 
-    inputs = sum(each.input_size for each in model.every_layer)
-    return max(map(needed, model.every_layer)) + bytes_per_element * (2 * model.hidden_size + inputs)
+    inputs = bytes_per_element * sum(each.input_size for each in model.every_layer)
+    between = _residual_bytes(model, bytes_per_element=bytes_per_element) * model.hidden_size
+    return max(map(needed, model.every_layer)) + 2 * between + inputs
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
@@ -342,9 +343,10 @@ def layer_bytes(model: ModelProfile, layer: LayerProfile | None = None, *, bytes
     computing = FP32_BYTES * sum(mixer.working_elements for mixer in layer.mixers)
     lent = e * sum(mixer.lent_elements for mixer in layer.mixers)
     inputs = _norm_bytes(model, bytes_per_element=e) * layer.input_size
+    between = _residual_bytes(model, bytes_per_element=e) * layer.hidden_size
     return LayerBytes(
         whole=layer_token_bytes(model, layer, bytes_per_element=e) + inputs,
-        kept=e * (layer.hidden_size + layer.input_size) + model.keeps_attention * kept + lent + inputs,
+        kept=between + e * layer.input_size + model.keeps_attention * kept + lent + inputs,
         exchanged=(model.keeps_attention and layer.attention is not None) * e * layer.exchanged_elements,
         kv=kv,
         kv_gradients=gradients,
@@ -502,6 +504,11 @@ def _norm_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     if _is_fused(model):
         return 2 * bytes_per_element
     return FP32_BYTES + (1 + (model.adapter is None)) * bytes_per_element
+
+
+def _residual_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes per element of activations between layers."""
+    return max(bytes_per_element, FP32_BYTES) if model.fp32_residual else bytes_per_element
 
 
 def _is_fused(model: ModelProfile) -> bool:

@@ -268,7 +268,7 @@ class Passes:
         # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
         placed = self._placed.pop(item.microbatch, None)
         output: Tensor = self._model(inputs, positions, targets, context, keep_logits, placed)
-        output = output.squeeze(0)  # here, since FSDP's hooks want no view
+        output = output if self._is_last else self._for_pipes(output)
         self.stats.buffers.clear()
         self._outputs[item.microbatch] = get_gradient_edge(output)
         if targets is not None:
@@ -289,7 +289,13 @@ class Passes:
             self._add(item.microbatch, targets)
             self.scored.append(TokenTerms(pieces=pieces, terms=targets.by_token(positions.shape[-1])))
         else:
-            self._activations_out[item.microbatch] = output.squeeze(0)
+            self._activations_out[item.microbatch] = self._for_pipes(output)
+
+    def _for_pipes(self, output: Tensor) -> Tensor:
+        """A stage's activations, `[1, tokens, hidden]`, as `[tokens, hidden]` in the dtype of the pipes, which is not
+        that of families with an fp32 residual stream. Not in the model, since FSDP's hooks want no view."""
+        assert self._pipes is not None
+        return output.squeeze(0).to(self._pipes.dtype)
 
     def _add(self, microbatch: int, targets: Targets) -> None:
         """Add the terms to the sums of their rows."""

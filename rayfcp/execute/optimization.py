@@ -1,6 +1,7 @@
 """The update: learning rate by step, global gradient norm, clipping, AdamW on local shards."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -91,10 +92,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|a_log$")
+"""Lower-case names of parameters that are not decayed whatever their shape: those of `get_decay_parameter_names` of
+transformers' Trainer, and the decay rates of recurrent layers, which some families hold in four dimensions."""
+
+
 def is_decayed(name: str, *, num_dimensions: int) -> bool:
-    """True for matrices, False for vectors (norms, biases) and the decay rates of recurrent layers (`A_log`), which
-    some families hold in four dimensions."""
-    return num_dimensions > 1 and not name.endswith("A_log")
+    """True for matrices, unless their name is that of a bias, such as of stacked experts, of a norm, such as one with
+    weights for each head, or of a recurrent layer's decay rates. False for vectors and scalars."""
+    return num_dimensions > 1 and not _UNDECAYED.search(name.lower())
 
 
 def make_optimizer(module: nn.Module, config: TrainConfig) -> LocalAdamW:

@@ -58,7 +58,8 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
         )
-    context, window = carried.context, keywords.get("sliding_window") or 0
+    context = carried.context
+    window = keywords.get("sliding_window", context.kind.window) or 0  # PhiMoE's is in its masks alone
     if window != context.kind.window:
         context = context.of_kind(LayerKind(window=window))
     query = _scaled_by_position(module, query, positions=carried.positions)

@@ -118,7 +118,7 @@ class CausalLM(StageModule):
             return hidden
         assert targets is not None
         between = before_head(self.model)
-        hidden = (between(hidden) if between else hidden).squeeze(0)
+        hidden = (between(hidden) if between else hidden).squeeze(0).to(self.head.weight.dtype)
         return head_loss(
             self.head,
             hidden,

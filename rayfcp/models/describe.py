@@ -21,6 +21,7 @@ from rayfcp.models.library import (
     vision_family,
 )
 from rayfcp.models.multimodal import text_part
+from rayfcp.models.recurrent import has_fp32_residual
 from rayfcp.models.rope import has_rope, original_positions, set_rope
 from rayfcp.models.shapes import decoder_modules, layer_profiles
 from rayfcp.plan import model_profile
@@ -289,4 +290,5 @@ def _around(config: PreTrainedConfig, *, freeze_vision: bool, lora: LoraConfig |
         "num_outputs": 1 if has_reward_head(config) else None,
         "vision": None if family is None else family.profile(config, frozen=freeze_vision or has_adapters),
         "adapter": lora_module().adapter_profile(config, lora) if has_adapters else None,
+        "fp32_residual": has_fp32_residual(text_of(config)),
     }

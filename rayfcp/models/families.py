@@ -1,4 +1,5 @@
-"""Which families of the installed transformers library run: `python -m rayfcp.models.families [--json PATH] [FAMILY]`.
+"""Which families of the installed transformers library run:
+`python -m rayfcp.models.families [--dtype bfloat16] [--json PATH] [FAMILY]`.
 
 Each family's default configuration, with dropout set to 0, passes what a run checks before its first step; a tiny model
 of it is run both ways (`rayfcp.models.selfcheck`). A family that runs may still be refused for a configuration of its
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rayfcp.config import ConfigError
+from rayfcp.models.build import DTYPES
 from rayfcp.models.describe import check_runs, check_text_only, dropout_keys, profile_of
 from rayfcp.models.library import text_of
 from rayfcp.models.multimodal import check_text_alone, text_part
@@ -40,7 +42,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 10,
         "rope_parameters": {"sliding_attention": _ROTATED, "full_attention": None},
     },
-    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS | {"num_experts": 8, "moe_topk": 2},
@@ -63,10 +65,10 @@ class FamilyResult:
         return not self.reason
 
 
-def check_family(family: str) -> None:
+def check_family(family: str, *, dtype: str = "float32") -> None:
     """
     Raises:
-        ConfigError: Models of this `model_type` with its default configuration do not run.
+        ConfigError: Models of this `model_type` with its default configuration do not run in `dtype`.
     """
     try:
         config = CONFIG_MAPPING[family](**_NEEDED.get(family, {}))
@@ -81,14 +83,14 @@ def check_family(family: str) -> None:
         setattr(config, name, 0.0)
     check_runs(config)
     profile_of(config, name=family)
-    check_supported(config)
+    check_supported(config, dtype=dtype)
 
 
-def results(families: Sequence[str]) -> Iterator[FamilyResult]:
+def results(families: Sequence[str], *, dtype: str) -> Iterator[FamilyResult]:
     """Check one family after the other."""
     for family in families:
         try:
-            check_family(family)
+            check_family(family, dtype=dtype)
         except ConfigError as error:
             yield FamilyResult(family=family, reason=" ".join(str(error).split()))
         else:
@@ -99,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table of families on stdout; 2 if one of those that are asked for is unknown."""
     parser = argparse.ArgumentParser(prog="python -m rayfcp.models.families", description="Families that run.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; all with a causal model if absent")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="model.dtype of the runs (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     options = parser.parse_args(arguments)
     unknown = sorted({*options.families} - {*CAUSAL_FAMILIES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
@@ -106,21 +109,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ", ".join(map(repr, unknown))
         sys.stderr.write(f"FAMILY is {names}, must have a causal language model in transformers; correct it\n")
         return 2
-    found = with_progress(options.families or CAUSAL_FAMILIES)
+    found = with_progress(options.families or CAUSAL_FAMILIES, dtype=options.dtype)
     width = max(len(each.family) for each in found)
     lines = [f"{each.family:{width}}  {each.reason or 'runs'}" for each in found]
-    lines.append(f"{sum(each.runs for each in found)} of {len(found)} families run on {transformers.__version__}")
+    count, version = sum(each.runs for each in found), transformers.__version__
+    lines.append(f"{count} of {len(found)} families run in {options.dtype} on {version}")
     sys.stdout.write("\n".join(lines) + "\n")
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
     return 0
 
 
-def with_progress(families: Sequence[str]) -> list[FamilyResult]:
+def with_progress(families: Sequence[str], *, dtype: str) -> list[FamilyResult]:
     """Results, with a bar on a terminal and a line for each elsewhere, on stderr."""
     found: list[FamilyResult] = []
     with Terminal(len(families)) as terminal:
-        for result in results(families):
+        for result in results(families, dtype=dtype):
             found.append(result)
             if not terminal.move(len(found), [result.family]):
                 terminal.log(f"{len(found)}/{len(families)} {result.family}: {'runs' if result.runs else 'refused'}")

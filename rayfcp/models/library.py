@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import re
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 HEADS = 2
 FFN_SIZE = 64
+ALIGNED = 8
+"""Elements of 16 bits to whose multiples kernels for experts need sizes of matrices aligned: a narrowed model has the
+alignment of its model, so that it runs where that does."""
+
 NUM_EXPERTS = 8
 VOCAB_SIZE = 61
 WINDOW = 7
@@ -113,6 +118,11 @@ def config_at(path: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path is {path!r}, no Hugging Face model is there ({reason_of(error)}); give a folder"
+        ) from error
+    except Exception as error:  # whatever a family's own code raises
+        raise ConfigError(
+            f"model.path is {path!r}, its configuration cannot be read ({type(error).__name__}: {reason_of(error)}); "
+            "correct its config.json"
         ) from error
     parts = (getattr(found, name, None) for name in found.sub_configs)
     for each in (found, *parts):
@@ -257,13 +267,17 @@ def remove_padding(config: PreTrainedConfig) -> bool:
 def _narrow_keys(config: Any) -> dict[str, int]:
     """Keys of a configuration in a narrowed model, or in a layer of it."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    found = {"hidden_size": HEADS * head_dim, "num_attention_heads": HEADS}
+    alignment = math.gcd(ALIGNED, config.hidden_size)
+    counts = (count for count in range(HEADS, 2 * ALIGNED) if math.gcd(ALIGNED, count * head_dim) == alignment)
+    heads = next(counts, HEADS)
+    found = {"hidden_size": heads * head_dim, "num_attention_heads": heads}
     kv_heads = getattr(config, "num_key_value_heads", None)
     if kv_heads is not None:
-        found["num_key_value_heads"] = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
+        found["num_key_value_heads"] = heads if kv_heads == config.num_attention_heads else 1
     for name, size in (_NARROW | _narrow_experts(config)).items():
         if value := getattr(config, name, None):
-            found[name] = min(value, size)
+            spare = -value % ALIGNED if size == FFN_SIZE else 0
+            found[name] = min(value, size - spare)
     return found
 
 

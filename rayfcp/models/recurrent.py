@@ -26,12 +26,14 @@ class RecurrentFamily:
     """A family with recurrent layers.
 
     `width`: key of its configuration for the width of causal convolutions; without one it has none. `num_outputs`: a
-    layer returns a tuple of so many; 0 for activations alone. `narrow`: keys of a narrowed configuration, which has its
-    hidden size, and their values.
+    layer returns a tuple of so many; 0 for activations alone. `fp32_residual`: key of its configuration by which
+    activations between layers are in fp32 in a model of any dtype. `narrow`: keys of a narrowed configuration, which
+    has its hidden size, and their values.
     """
 
     width: str | None
     num_outputs: int = 0
+    fp32_residual: str = ""
     narrow: Callable[[Any], dict[str, int]] = lambda _config: {}
 
 
@@ -73,7 +75,7 @@ FAMILIES: dict[str, RecurrentFamily] = {
     "bamba": RecurrentFamily(width="mamba_d_conv", num_outputs=2, narrow=_mamba),
     "granitemoehybrid": RecurrentFamily(width="mamba_d_conv", narrow=_mamba),
     "falcon_h1": RecurrentFamily(width="mamba_d_conv", num_outputs=1, narrow=_mamba),
-    "mamba2": RecurrentFamily(width="conv_kernel", narrow=_mamba2),
+    "mamba2": RecurrentFamily(width="conv_kernel", fp32_residual="residual_in_fp32", narrow=_mamba2),
     "minimax": RecurrentFamily(width=None),
     "lfm2": RecurrentFamily(width="conv_L_cache"),
     "lfm2_moe": RecurrentFamily(width="conv_L_cache"),
@@ -98,3 +100,9 @@ def mixing_of(config: PreTrainedConfig, layer_type: str) -> LayerKind | None:
     if layer_type == _HYBRID:
         return HybridKind(halo=found.halo)
     return found if layer_type in _RECURRENT else TokenwiseKind()
+
+
+def has_fp32_residual(config: PreTrainedConfig) -> bool:
+    """True if activations between layers are in fp32 in a model of any dtype."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and bool(getattr(config, family.fp32_residual, False))

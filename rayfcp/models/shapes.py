@@ -40,6 +40,9 @@ _NORM = re.compile(r"norm\w*\.weight$")
 _MIXES = re.compile("|".join(each.pattern for each in (_ATTENTION, _RECURRENCE, _MIXER)))
 """Names of parameters of norms, and of all that is inside of what mixes tokens."""
 
+_EXPERTS = re.compile(r"expert|router|(^|\.)gate\.")
+"""Names of parameters of experts and routers."""
+
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """Names of the matrix behind attention."""
 
@@ -68,7 +71,7 @@ def decoder_modules(config: PreTrainedConfig, *, num_layers: int) -> list[nn.Mod
         if len(layers) != num_layers:
             raise ValueError(f"num_hidden_layers={num_layers} makes {len(layers)}")
         return list(layers)
-    except (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise _not_made(config, error, what="layers cannot be made") from error
 
 
@@ -86,7 +89,7 @@ def layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
         return _layer_profiles(config)
     except ConfigError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise _not_made(config, error, what="the shapes of its layers cannot be read") from error
 
 
@@ -106,7 +109,8 @@ def _layer_profiles(config: PreTrainedConfig) -> tuple[LayerProfile, ...]:
     for each in found:
         if each.key not in known:
             known[each.key] = each.profile()
-    count = num_experts(config)
+    # The library fills in a number of experts for models none of whose layers has any.
+    count = num_experts(config) if any(each.routes for each in found) else 0
     if count > 1 and not any(each.has_experts for each in known.values()):
         raise ConfigError(
             f"model: {config.model_type} has no layers of {count} stacked experts, only such run; choose another, such "
@@ -135,6 +139,11 @@ class _Layer:
         self._shapes = {name: tuple(each.shape) for name, each in parameters.items() if each.ndim > 1}
         self._lends_keys = any(getattr(each, "store_full_length_kv", False) for each in module.modules())
         self.key = kind, self._lends_keys, tuple(self._shapes.items())
+
+    @property
+    def routes(self) -> bool:
+        """True if its parameters are of experts or of their router, stacked or not."""
+        return any(_EXPERTS.search(name) for name in self._names)
 
     def profile(self) -> LayerProfile:
         """

@@ -93,7 +93,8 @@ class ModelProfile:
 
     `kind_of_layer`: the kind of each layer; empty where all have full attention. `keeps_attention`: recomputed layers
     keep the output and the logsumexp of attention, so that its forward pass is not repeated. `compiled`: layers are
-    compiled around their attention (`train.compile`), and save less for the backward pass.
+    compiled around their attention (`train.compile`), and save less for the backward pass. `fp32_residual`: activations
+    between layers are in fp32 in a model of any dtype.
 
     `num_outputs`: of the head; the vocabulary if None. `head_fraction`: fraction of the run's tokens that the head runs
     on, those with targets.
@@ -117,6 +118,7 @@ class ModelProfile:
     vision: VisionProfile | None = None
     keeps_attention: bool = False
     compiled: bool = False
+    fp32_residual: bool = False
     adapter: AdapterProfile | None = None
     num_outputs: int | None = None
     head_fraction: float = 1.0

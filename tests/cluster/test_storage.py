@@ -79,8 +79,10 @@ def test_a_worker_that_is_killed_while_its_checkpoint_is_written_does_not_lose_i
     first = steps_of(config)
     assert [report.step for report in first] == list(range(1, 41))
     named = str(checkpoints_of(config).complete()[0])
-    resumed = run_config(folder, name=f"resumed-{every}", train={"steps": 6}, checkpoint={"resume": named})
-    FlexTrainer(resumed).fit()
+    train, heard = {"steps": 6, "weight_decay": 0.11}, Trouble()
+    resumed = run_config(folder, name=f"resumed-{every}", train=train, checkpoint={"resume": named})
+    FlexTrainer(resumed).fit(watcher=heard)
+    assert heard.said("resumed with") == ["resumed with other optimizer options: weight_decay 0.1 -> 0.11"]
     assert [each.loss for each in steps_of(resumed)] == pytest.approx([each.loss for each in first[3:6]], rel=1e-4)
 
 

@@ -79,7 +79,8 @@ class Resume:
 
     def verify(self, worker_group: WorkerGroup) -> None:
         """Read all of its files, distributed over the workers; the next older checkpoint replaces a damaged one. Put
-        later checkpoints and steps aside if the run does not continue them; to be called before the step log opens."""
+        later checkpoints and steps aside if the run does not continue them; to be called before the step log opens.
+        Log which options of the optimizer are others than in the checkpoint."""
         if self.source is not None:
             older = [each for each in self._own() if step_of(each) <= self.step]
             self._choose(_read_by(worker_group), candidates=[self._named] if self._named else older)
@@ -87,6 +88,11 @@ class Resume:
             aside = put_aside(Path(self._config.run_dir), after_step=self.step)
             if aside is not None:
                 self._log(f"checkpoints and steps after step {self.step} are in {aside}")
+        if self.source is not None and self._trains:
+            from rayfcp.execute.state.checkpoint import changed_options
+
+            if changed := changed_options(self.source, step=self.step, config=self._config.train):
+                self._log(f"resumed with other optimizer options: {', '.join(changed)}")
 
     def load(self, worker_group: WorkerGroup) -> None:
         """Make the workers load it, if there is one."""

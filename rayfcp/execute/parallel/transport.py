@@ -253,7 +253,7 @@ class Pipes:
         device: torch.device | str = "cpu",
     ) -> None:
         self._channels = {StageFlow.ACTIVATION: activations, StageFlow.GRADIENT: gradients}
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._hidden_size, self.dtype, self._device = hidden_size, dtype, device
         self._leaving: dict[tuple[StageFlow, int], tuple[Pending, Tensor]] = {}
 
     @property
@@ -263,10 +263,10 @@ class Pipes:
     def send(self, item: Send, tensor: Tensor) -> None:
         """Post `tensor`, `[tokens, hidden]`, without waiting."""
         due = (item.num_tokens, self._hidden_size)
-        if tensor.shape != due or tensor.dtype is not self._dtype:
+        if tensor.shape != due or tensor.dtype is not self.dtype:
             raise ValueError(
                 f"{item.flow.value} of microbatch {item.microbatch} is {tuple(tensor.shape)} in {tensor.dtype}, must "
-                f"be {due} in {self._dtype}; lower the program and build the model from one configuration"
+                f"be {due} in {self.dtype}; lower the program and build the model from one configuration"
             )
         self._leaving = {at: held for at, held in self._leaving.items() if not held[0].done()}
         tensor = tensor.contiguous()
@@ -275,7 +275,7 @@ class Pipes:
 
     def receive(self, item: Receive, *, stats: AttentionStats) -> Tensor:
         """Wait for `[tokens, hidden]`."""
-        tensor = torch.empty((item.num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
+        tensor = torch.empty((item.num_tokens, self._hidden_size), dtype=self.dtype, device=self._device)
         stats.wait(self._channels[item.flow].post([], [(item.stage, tensor)]))
         if item.flow is StageFlow.GRADIENT and (StageFlow.ACTIVATION, item.microbatch) in self._leaving:
             left = self._leaving.pop((StageFlow.ACTIVATION, item.microbatch))

@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import pickle
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -48,6 +48,9 @@ stages hold has one name, and is written once."""
 Key = tuple[str, str]
 """Section of the state, and key in it."""
 
+_OPTIONS = "param_groups."
+"""Begin of the optimizer's keys that hold options of a parameter, such as its weight decay."""
+
 COMMON, METADATA = "__common_0.distcp", ".metadata"
 """Files besides those of shards: what is the same for all parameters, and the index of all files."""
 
@@ -76,7 +79,7 @@ def write_index(folder: Path, parts: Sequence[SavedPart], *, step: int, config: 
                 index.add_scalar(("optimizer", f"state.{name}.{scalar}"), value)
             decayed = is_decayed(name, num_dimensions=len(tensors[0].entry.box.sizes))
             for option, value in options(decayed=decayed).items():
-                index.add_object(("optimizer", f"param_groups.{name}.{option}"), value)
+                index.add_object(("optimizer", f"{_OPTIONS}{name}.{option}"), value)
     index.write(folder)
     return sum_files(folder, [COMMON, METADATA])
 
@@ -148,7 +151,7 @@ def _tensor(dtype: str, sizes: tuple[int, ...], boxes: Iterable[Box]) -> TensorS
 def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup) -> None:
     """Fill a sharded model, and its optimizer unless that is None, from `folder`, written by any number of ranks;
     parameters that are not trained are in no checkpoint, and stay. One before the first update has no optimizer state,
-    and leaves none.
+    and leaves none. Options of the optimizer's groups stay too: those in `folder` are of the run that wrote it.
 
     Raises:
         ValueError: the checkpoint is of another model.
@@ -158,14 +161,64 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | 
     held = get_model_state_dict(module, options=_BY_NAME)
     state: dict[str, Any] = {"model": {name: value for name, value in held.items() if name not in frozen}}
     has_state = any(key.startswith("optimizer.") for key in keys)
+    own: dict[str, Any] = {}
     if optimizer is not None and has_state:
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_BY_NAME)
+        own = get_optimizer_state_dict(module, optimizer, options=_BY_NAME)
+        state["optimizer"] = {key: value for key, value in own.items() if not key.startswith(_OPTIONS)}
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:
         raise ValueError(f"checkpoint {os.fspath(folder)} does not fit this model; {error}") from error
     set_model_state_dict(module, state["model"], options=replace(_BY_NAME, strict=not frozen))
     if optimizer is not None and has_state:
-        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_BY_NAME)
+        set_optimizer_state_dict(module, optimizer, own | state["optimizer"], options=_BY_NAME)
     elif optimizer is not None:
         optimizer.state.clear()
+
+
+def changed_options(folder: Path, *, step: int, config: TrainConfig) -> list[str]:
+    """Describe options of the optimizer that a checkpoint after `step` has otherwise than a run with `config`.
+
+    Options of which only one of the two knows, as of another version of torch, are left out.
+    """
+    changes: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)
+    had: Counter[tuple[str, Any]] = Counter()
+    options_now = functools.cache(functools.partial(options_of, config, step=step))
+    for name, (num_dimensions, options) in _saved_options(folder).items():
+        now = options_now(decayed=is_decayed(name, num_dimensions=num_dimensions))
+        for option, then in options.items():
+            had[option, then] += 1
+            if now.get(option, then) != then:
+                changes[option, then, now[option]].append(name)
+    found = []
+    for (option, then, value), names in changes.items():
+        example = names[0].removeprefix("model.")  # as the library calls it
+        some = "" if len(names) == had[option, then] else f" of {len(names)} parameters, such as {example}"
+        found.append(f"{option} {_shown(then)} -> {_shown(value)}{some}")
+    return found
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _saved_options(folder: Path) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Number of dimensions and options of each parameter with optimizer state, by its name."""
+    index = dcp.FileSystemReader(folder).read_metadata()
+    places = {key.fqn: place for key, place in index.storage_data.items()}
+    read = functools.cache(functools.partial(_read_object, folder))  # few distinct values, each of which is stored once
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for key, (section, path) in index.planner_data.items():
+        if section == "optimizer" and path.startswith(_OPTIONS):
+            name, _, option = path.removeprefix(_OPTIONS).rpartition(".")
+            place, weight = places[key], index.state_dict_metadata[f"model.{name}"]
+            assert isinstance(weight, TensorStorageMetadata), "parameters are tensors"
+            _, options = found.setdefault(name, (len(weight.size), {}))
+            options[option] = read(place.relative_path, place.offset, place.length)
+    return found
+
+
+def _read_object(folder: Path, name: str, start_byte: int, num_bytes: int) -> Any:
+    with (folder / name).open("rb") as file:
+        file.seek(start_byte)
+        return torch.load(io.BytesIO(file.read(num_bytes)), weights_only=True)
