@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig, SourceConfig
-from rayfcp.data.account import ReadAccount
+from rayfcp.data.account import ReadAccount, by_reason
 from rayfcp.data.balance import Balance
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.distilled import DISTILLED_FORMS, distilled_rows
@@ -338,4 +338,5 @@ def _check_bad(manifest: PreparedManifest, data: DataConfig) -> None:
     balances = read_balances(manifest, max_seqlen=data.max_seqlen, long_sequences=data.long_sequences)
     Balance.total(balances).check_bad_rows(named=manifest.named_bad_rows, max_bad_fraction=data.max_bad_fraction)
     if not manifest.num_rows:
-        raise ConfigError(f"data.paths {', '.join(map(repr, data.paths))} hold no usable row; give files that do")
+        bad = f": {by_reason(manifest.bad_rows)}, first: {manifest.named_bad_rows[0]}" if manifest.bad_rows else ""
+        raise ConfigError(f"data.paths {', '.join(map(repr, data.paths))} hold no usable row{bad}; give files that do")
