@@ -250,7 +250,10 @@ def find_manifest(folder: str) -> PreparedManifest | None:
         return _mixture(name_of(fs, path), values["parts"])
     if not isinstance(values, dict) or (values.get("kind"), values.get("version")) != (KIND, VERSION):
         return None
-    manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})
+    try:
+        manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})
+    except ValueError:  # of an older version, e.g. one that counted an unreadable file as a bad row
+        return None
     sizes = {entry["name"].rsplit("/", 1)[-1]: entry.get("size") for entry in fs.ls(path, detail=True)}
     wanted = {name: size for shard in manifest.shards for name, size in shard.files.items()}
     return manifest if all(sizes.get(name) == size for name, size in wanted.items()) else None

@@ -197,6 +197,15 @@ def test_a_folder_with_a_damaged_shard_is_prepared_again(tmp_path: Path, harm: s
     assert prepare_local(data_config(tmp_path / "a.jsonl"), out_dir=str(tmp_path / "out")) == made
 
 
+def test_a_folder_of_a_version_that_counted_unreadable_files_as_rows_is_prepared_again(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", {"text": ["a", ""]})
+    made = prepare_local(data_config(tmp_path / "a.jsonl"), out_dir=str(tmp_path / "out"))
+    path = tmp_path / "out" / "manifest.json"
+    path.write_text(path.read_text().replace('"empty"', '"unreadable"'))
+    assert manifest.find_manifest(str(tmp_path / "out")) is None
+    assert prepare_local(data_config(tmp_path / "a.jsonl"), out_dir=str(tmp_path / "out")) == made
+
+
 def test_an_error_while_writing_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)

@@ -139,7 +139,7 @@ class Torn(io.RawIOBase):
 
     def __init__(self, path: str, error: Exception) -> None:
         super().__init__()
-        self._file, self._error = Path(path).open("rb"), error
+        self._file, self._error = Path(path).open("rb"), error  # noqa: SIM115
 
     def readable(self) -> bool:
         return True
