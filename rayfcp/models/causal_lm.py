@@ -197,7 +197,7 @@ class CausalLM(StageModule):
             return hidden
         assert targets is not None
         between = before_head(self.model)
-        hidden = (between(hidden) if between else hidden).squeeze(0).to(self.head.weight.dtype)
+        hidden = (between(hidden) if between else hidden).squeeze(0).to(self.head.get_parameter("weight").dtype)
         few = min(loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size()), LOSS_CHUNK_TOKENS)
         return self._loss(hidden, targets, few=few, keep_logits=keep_logits)
 
