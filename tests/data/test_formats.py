@@ -163,7 +163,7 @@ def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]
         ("s.arrow", as_arrow([{"question": "a"}], pa.ipc.new_stream), "columns: question"),
         ("s.arrow", CONTENTS["stream.arrow"][:-8], "the stream breaks off"),
         ("a.jsonl.gz", b'{"text": "a"}\n', "Not a gzipped file"),
-        ("a.jsonl", gzip.compress(b"x"), "holds gzip bytes"),
+        ("a.jsonl", gzip.compress(b"x", mtime=0), "holds gzip bytes"),
         ("a.csv", CONTENTS["a.parquet"], "holds Parquet bytes"),
         ("a.txt", zstd(b"x"), "holds zstd bytes"),
         ("a.jsonl", b"PK\3\4\x14\0", "holds zip bytes"),

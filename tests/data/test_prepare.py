@@ -227,7 +227,7 @@ def test_data_needs_neither_torch_nor_ray_nor_vision() -> None:
 
 def test_no_usable_row(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"hold no usable row: empty 1, first: .*a\.txt row 1: empty; give files that do"):
+    with pytest.raises(ConfigError, match=r"hold no usable row: empty 1, first: .*a\.txt row 1: empty; give"):
         prepare_local(data_config(tmp_path), out_dir=str(tmp_path / ".out"))
 
 

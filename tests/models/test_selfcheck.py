@@ -1,6 +1,7 @@
 """Which families compute here what they compute in the library; the others are refused before a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from rayfcp.config import ConfigError
 from rayfcp.config.architecture import VISION_FAMILIES, ArchitectureConfig
 from rayfcp.config.models import ModelConfig
+from rayfcp.cost.memory import layer_bytes
 from rayfcp.execute.parallel.groups import MeshPosition, join_process_groups, leave_process_groups
 from rayfcp.execute.parallel.sharding import shard, stage_mesh
 from rayfcp.models import vision
@@ -127,6 +129,19 @@ def test_buffers_that_change_in_training_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", CountingRMSNorm)
     with pytest.raises(ConfigError, match=r"buffer .*\.count changes in training"):
         check_supported(library("qwen3"))
+
+
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
+def test_memory_counts_activations_between_layers_in_their_dtype(family: str) -> None:
+    """What a recomputed layer keeps, in a model in bf16."""
+    config = narrowed(library(family), 2)
+    tiny, found = random_model(config, dtype="bfloat16", seed=0), []
+    round_parameters(tiny)
+    tiny.layers[0].register_forward_hook(lambda _, __, output: found.append(output.element_size()))
+    packed_loss([tiny], [torch.arange(13)], layer_kinds=count_kinds(kinds_of_layers(config)))
+    model = replace(profile_of(config, name=family), keeps_attention=False)
+    assert layer_bytes(model, bytes_per_element=2).kept == found[0] * config.hidden_size
+    assert layer_bytes(model, bytes_per_element=8).kept == 8 * config.hidden_size
 
 
 class ScalingRMSNorm(modeling_qwen3.Qwen3RMSNorm):
