@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from rayfcp.data.rows import printable
+from rayfcp.values.counted import counted
 
 SHOWN_COLUMNS = 30
 
@@ -50,15 +51,6 @@ class ReadAccount:
                 "model does not learn to stop there; use a template that ends the assistant's turns in one"
             )
         return found
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "row"), counted(1200, "row")
-    ('1 row', '1,200 rows')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def by_reason(rows: Mapping[str, int]) -> str:

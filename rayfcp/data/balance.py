@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal, Self
 
 from rayfcp.config import ConfigError
-from rayfcp.data.account import by_reason, counted, sums_of
+from rayfcp.data.account import by_reason, sums_of
 from rayfcp.data.rows import BadReason, BadRow, LongSequences
+from rayfcp.values.counted import counted
 
 TRAINED, NOT_TARGETS, CUT = "trained", "not targets", "cut"
 DROPPED, IMAGE_TOO_LONG, SINGLE_TOKENS = "dropped", "picture_too_long", "single_tokens"

@@ -20,8 +20,9 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import RowKind
-from rayfcp.data.account import ReadAccount, counted
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.rows import BadRow, printable
+from rayfcp.values.counted import counted
 
 
 def resolve(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.account import ReadAccount, counted
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.balance import Balance, skipped_lines
 from rayfcp.data.index import CountCall, LengthIndex, read_balances
 from rayfcp.data.manifest import (
@@ -40,6 +40,7 @@ from rayfcp.data.sources import InputSplit, discover, make_splits, would_be_read
 from rayfcp.data.storage import check_unreadable
 from rayfcp.data.tokenizer import tokenizer_of
 from rayfcp.values import GlobalBatch, Sample
+from rayfcp.values.counted import counted
 
 logger = logging.getLogger(__name__)
 
