@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a run on several ranks beside those of a plain loop on the same batches.
+"""Compare losses and gradient norms of a run on several ranks with a plain loop on the same batches.
 
     python jobs/bench/beside_plain.py --steps 20 --workers 2 model.dtype=bfloat16
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def beside(config: Config, folder: Path) -> tuple[list[Row], list[Row], list[Row]]:
-    """Rows of the run, of the plain loop in its dtype, and of one in fp32."""
+    """Return rows of the run, of the plain loop in its dtype, and of the plain loop in fp32."""
     FlexTrainer(config).fit()
     run = [(each.loss, each.grad_norm) for each in read_steps(Path(config.run_dir) / "steps.jsonl")]
     prepare_local(config.data, out_dir=str(folder / "shards"))
@@ -58,12 +58,12 @@ def beside(config: Config, folder: Path) -> tuple[list[Row], list[Row], list[Row
 
 
 def plain(config: Config, data: Dataset, reader: TokenReader, *, dtype: str) -> Iterator[Row]:
-    """Rows of the plain loop, step by step."""
+    """Yield a row for each step of the plain loop."""
     master = make_library_model(data.library, attn_implementation="eager").float().train()
     first = random_model(data.library, dtype="float32", seed=config.run.seed)
     master.load_state_dict(first.model.state_dict())
     computed = make_library_model(data.library, attn_implementation="eager").float().train()
-    computed.load_state_dict(master.state_dict())  # buffers too
+    computed.load_state_dict(master.state_dict())  # for its buffers: each step sets the parameters anew
     train, names = config.train, set(Trainer.get_decay_parameter_names(None, master))
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for name, parameter in master.named_parameters():
@@ -96,7 +96,7 @@ def plain(config: Config, data: Dataset, reader: TokenReader, *, dtype: str) -> 
 
 
 def table(config: Config, run: list[Row], loop: list[Row], exact: list[Row]) -> Iterator[str]:
-    """Lines of all steps, and the root mean square of relative differences over them."""
+    """Return a table of all steps, and the root mean square of their relative differences."""
     dtype = config.model.dtype
     yield f"step  loss: run, loop in {dtype}, loop in float32    gradient norm: the same"
     for step, rows in enumerate(zip(run, loop, exact, strict=True), start=1):

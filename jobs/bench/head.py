@@ -1,4 +1,4 @@
-"""Output head: error of its weight's gradient by tokens and chunk, and seconds of a step by share of targets.
+"""Output head: error of the weight gradient by tokens and chunk size, and seconds of a step by fraction of targets.
 
 Open question: both on a GPU, where products of bf16 are added in fp32 by one kernel.
 
@@ -36,8 +36,8 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 
 def print_errors(num_tokens: int, chunks: list[int], *, mean: float, device: str) -> None:
-    """Errors against one product in fp64 of the same gradients of the logits; `mean`: of hidden states, which have a
-    direction in common."""
+    """Print errors relative to one product in fp64 of the same gradients of the logits. `mean` scales a direction that
+    all hidden states have in common."""
     torch.manual_seed(0)
     weight = (0.1 * torch.randn(VOCAB, SIZE)).bfloat16().to(device)
     hidden = (torch.randn(num_tokens, SIZE) + mean * torch.randn(SIZE)).bfloat16().to(device)
@@ -58,7 +58,7 @@ def print_errors(num_tokens: int, chunks: list[int], *, mean: float, device: str
 
 
 class RandomTokens:
-    """Two sequences; `share` of their tokens have targets."""
+    """Two sequences; a fraction `share` of their tokens have targets."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -71,7 +71,7 @@ class RandomTokens:
 
 
 def print_step(dtype: str, *, share: float, device: str) -> None:
-    """Seconds of the second step of a model as wide as SmolLM2-135M, with 4 layers."""
+    """Print seconds of the second step of a model as wide as SmolLM2-135M, with 4 layers."""
     shape = {"num_layers": 4, "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "ffn_size": 1536}
     architecture = ArchitectureConfig(**shape, vocab_size=STEP_VOCAB, tied_embeddings=True)
     library = model_config(ModelConfig(architecture=architecture), vocab_size=STEP_VOCAB)

@@ -108,7 +108,8 @@ def model_of(config: Config) -> tuple[PreTrainedConfig, ModelProfile]:
 
 @contextmanager
 def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)) -> Iterator[Alone]:
-    """The run's model with random weights, drawn on the device, in a world of one, until the end of the `with` block.
+    """Build the run's model with random weights, drawn on the device, in a world of one that lasts for the `with`
+    block.
 
     Raises:
         ConfigError: no such model, one that cannot run, or a configuration for more than one device.

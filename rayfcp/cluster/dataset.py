@@ -68,8 +68,7 @@ class Dataset:
         return replace(self, evaluation=self.evaluation.only(draws))
 
     def account(self, path: Path) -> list[str]:
-        """Return the account of the data in lines. The rows that were skipped are written to `path`, one JSON object
-        per line."""
+        """Return the account of the data in lines. Skipped rows are written to `path`, one JSON object per line."""
         if rows := self.index.named_bad_rows:
             path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
         return self.index.lines(path=path)
@@ -109,7 +108,7 @@ def open_dataset(
     request: "Callable[[int], Waiter] | None" = None,
 ) -> Dataset:
     """Read the lengths in `data_dir`, and in the `eval_dirs` of evaluation sets; rows with token ids beyond the model's
-    vocabulary are skipped. `request`: who tokenises the parts of a stream; this process if None.
+    vocabulary are skipped. `request`: tokenizes the parts of a stream; None tokenizes them in this process.
 
     Raises:
         ConfigError: no such model, too many bad rows, no sample or target left, or images that the model cannot take.

@@ -155,7 +155,7 @@ def cache_of(config: Config) -> str:
 
 def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) -> list[str]:
     """Tokenize `config.data` into shards in `out_dir`, on the cluster of the configuration. Return lines on what was
-    written and on what became of all that was read; the vocabulary of the model is not looked at.
+    written, and the account of what was read. The model's vocabulary is not checked.
 
     Raises:
         ConfigError: as `rayfcp.data.prepare`, or the tokenizer cannot be loaded.
@@ -308,11 +308,11 @@ def check_runnable(config: Config) -> None:
     """
     check_layout(config)
     check_loggers(config.metrics.loggers)
-    # Not before the rest is checked: the model library imports slowly.
+    # Imported after the checks above, since the model library imports slowly.
     from rayfcp.models.library import config_at
 
     if config.model.path is not None:
-        config_at(config.model.path)  # whose tokenizer may be missing since it is another folder
+        config_at(config.model.path)  # before the tokenizer, which is also missing in a folder without a model
     vocab_size = run_tokenizer(config).vocab_size
     from rayfcp.models.describe import check_limits
     from rayfcp.models.pretrained import check_weights

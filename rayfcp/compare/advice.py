@@ -25,7 +25,8 @@ from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile
 from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.page import table
-from rayfcp.telemetry.summary import counted, number, seconds
+from rayfcp.telemetry.summary import number, seconds
+from rayfcp.values.counted import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

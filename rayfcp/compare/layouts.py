@@ -25,8 +25,9 @@ from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE
 from rayfcp.plan import model_flops
 from rayfcp.plan.strategies.registry import get
-from rayfcp.telemetry.summary import counted, seconds
+from rayfcp.telemetry.summary import seconds
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
+from rayfcp.values.counted import counted
 from rayfcp.values.devices import CPU
 
 

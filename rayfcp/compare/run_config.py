@@ -92,7 +92,7 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
 
 
 def _is_named(inputs: Inputs) -> bool:
-    """True for a model of others, which has a tokenizer of its own; False for a profile of the user's."""
+    """Return whether the model is a published one, with a tokenizer of its own, rather than a profile of the user's."""
     return not ("/" in inputs.model or inputs.model.endswith((".yaml", ".yml")))
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from rayfcp.compare.comparison import Comparison
 from rayfcp.compare.results import Entry
-from rayfcp.telemetry.summary import counted, number, percent, seconds
+from rayfcp.telemetry.summary import number, percent, seconds
+from rayfcp.values.counted import counted
 
 Column = tuple[str, Callable[[Entry], str]]
 

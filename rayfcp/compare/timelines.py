@@ -11,9 +11,10 @@ from typing import Any
 from rayfcp.compare.results import Scene
 from rayfcp.simulate import Timeline
 from rayfcp.telemetry.page import Chart
-from rayfcp.telemetry.summary import counted, number, seconds
+from rayfcp.telemetry.summary import number, seconds
 from rayfcp.telemetry.trace import COLOURS
 from rayfcp.values import Span, SpanKind
+from rayfcp.values.counted import counted
 
 EDGES = (1, 2, 3, 5, 9, 17)
 """First degrees of the ranges that share a colour."""

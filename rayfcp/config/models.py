@@ -197,27 +197,27 @@ class RunConfig(Section):
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-"""Of files with weights, readable or not: loading refuses all but safetensors by name."""
+"""Suffixes of weight files, readable or not: loading refuses all but safetensors by name."""
 
 
 def has_weights(path: str) -> bool:
-    """Return whether `model.path` stands for weights: a folder with files of weights does, and so does what is no
-    folder here, a hub name or a folder of other machines."""
+    """Return whether `model.path` has weights: a folder with weight files has, and a path that is no folder here (a hub
+    name, or a folder of other machines) is taken to have them."""
     folder = Path(path).expanduser()
     return not folder.is_dir() or any(each.suffix in WEIGHT_SUFFIXES for each in folder.iterdir())
 
 
 def _section(given: Any) -> Any:
-    """An empty section takes its defaults."""
     return {} if given is None else given
 
 
 NO_MODEL: Mapping[str, Any] = {"path": None, "name": None, "architecture": {}, "init": "auto"}
-"""Keys of `model` that say which one it is, without values: replaced before those of another model are set."""
+"""Keys of `model` that select a model, all unset: overrides that select another model start from these."""
 
 
 class ModelConfig(Section):
-    """Which model: a folder or hub name of a Hugging Face causal LM, a named shape, or an architecture of our own.
+    """The model of a run: a folder or hub name of a Hugging Face causal LM, a named shape, or an architecture of our
+    own.
 
     `init` is `random` or `pretrained` once the section is checked.
     """
@@ -271,7 +271,7 @@ class ModelConfig(Section):
 
     @property
     def weights(self) -> str:
-        """Where the initial weights come from, in a line."""
+        """Return one line on where the initial weights come from."""
         if self.init == "pretrained":
             return f"weights: pretrained from {self.path}"
         if self.path is None:

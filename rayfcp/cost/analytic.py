@@ -61,8 +61,8 @@ def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> f
 
 
 def model_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
-    """Forward and backward FLOPs of the whole model, vision encoder and output head included: the head on tokens with
-    targets alone. Frozen weights beside adapters have no gradients."""
+    """Forward and backward FLOPs of the whole model, vision encoder and output head included. The head counts tokens
+    with targets only. Frozen weights beside adapters have no gradients."""
     in_layers = model.linear_flops_of(model.every_layer) * sum(each.num_tokens for each in sequences)
     in_head = 2 * model.head_parameters * sum(each.num_head_tokens for each in sequences)
     linear = (1 + model.linear_backward) * (in_layers + in_head)

@@ -267,8 +267,8 @@ def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
-    """Return the tokens of a chunk of the loss, each with logits and, in fp32 at least, probabilities of all words. A
-    wide head, whose gradient lies beside them, has fewer.
+    """Return the tokens per chunk of the loss. Each token has logits and, in fp32 at least, probabilities of all words.
+    Chunks of a wide head are smaller, since its gradient is in memory beside them.
 
     >>> loss_chunk_tokens(2048, bytes_per_element=2), loss_chunk_tokens(4096, bytes_per_element=2)
     (2048, 1365)
@@ -278,8 +278,8 @@ def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
 
 
 def loss_bytes(model: ModelProfile, *, bytes_per_element: int, trains_head: bool = True) -> int:
-    """Return the bytes of the loss: a chunk's logits and the head's gradient, which is summed in fp32 at least. When it
-    is cast, both dtypes exist, and the logits do not."""
+    """Return the bytes of the loss: a chunk's logits and the head's gradient, which is summed in fp32 at least. During
+    its cast both dtypes exist, but no logits."""
     logits = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element) * _logit_bytes(bytes_per_element)
     if not trains_head:
         return model.head_size * logits
@@ -507,7 +507,6 @@ def _norm_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
 
 
 def _residual_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
-    """Bytes per element of activations between layers."""
     return max(bytes_per_element, FP32_BYTES) if model.fp32_residual else bytes_per_element
 
 

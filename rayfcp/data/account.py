@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from rayfcp.data.rows import printable
+from rayfcp.values.counted import counted
 
 SHOWN_COLUMNS = 30
 
@@ -15,10 +16,10 @@ class ReadAccount:
     """Counts of what reading leaves out beside bad rows.
 
     Attributes:
-        ignored_columns: Rows by the name of a column, or key of a message, that was not used.
-        removed_tokens: Tokens by the reason for which they are in no sample, e.g. padding.
-        unreadable_files: Tasks by the URL of a file that could not be read to its end.
-        without_end: Trained turns by the chat template that does not end them in an end token.
+        ignored_columns: Rows, keyed by the column or message key that was not used.
+        removed_tokens: Tokens that are in no sample, keyed by reason, e.g. padding.
+        unreadable_files: Tasks that could not read a file to its end, keyed by its URL.
+        without_end: Trained turns that do not end in an end token, keyed by chat template.
     """
 
     ignored_columns: dict[str, int] = field(default_factory=dict)
@@ -27,7 +28,7 @@ class ReadAccount:
     without_end: dict[str, int] = field(default_factory=dict)
 
     def count(self, name: str, key: str, *, by: int = 1) -> None:
-        """Add to one of the counts, by the name of its attribute."""
+        """Add `by` to the count of `key` in the attribute `name`."""
         counts: dict[str, int] = getattr(self, name)
         counts[key] = counts.get(key, 0) + by
 
@@ -52,15 +53,6 @@ class ReadAccount:
         return found
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "row"), counted(1200, "row")
-    ('1 row', '1,200 rows')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def by_reason(rows: Mapping[str, int]) -> str:
     """Return counts with their reasons.
 
@@ -71,7 +63,7 @@ def by_reason(rows: Mapping[str, int]) -> str:
 
 
 def sums_of(parts: Sequence[Any], names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the sums of counters of all parts, by the name of their attribute."""
+    """Return the sums over all parts of the counters in attributes `names`, keyed by attribute."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in names}
     for name, counts in sums.items():
         for part in parts:

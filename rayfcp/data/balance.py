@@ -1,4 +1,4 @@
-"""The account of the inputs, which balances: files, rows and tokens that were read, and what became of them."""
+"""Account of the inputs: the files, rows and tokens that were read add up to what became of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -6,36 +6,39 @@ from pathlib import Path
 from typing import Literal, Self
 
 from rayfcp.config import ConfigError
-from rayfcp.data.account import by_reason, counted, sums_of
+from rayfcp.data.account import by_reason, sums_of
 from rayfcp.data.rows import BadReason, BadRow, LongSequences
+from rayfcp.values.counted import counted
 
 TRAINED, NOT_TARGETS, CUT = "trained", "not targets", "cut"
 DROPPED, IMAGE_TOO_LONG, SINGLE_TOKENS = "dropped", "picture_too_long", "single_tokens"
-"""Fates of tokens, beside reasons of bad rows and of `ReadAccount.removed_tokens`; the second line also of rows."""
+"""Keys of `Balance.tokens`, beside reasons of bad rows and of `ReadAccount.removed_tokens`. Those of the second line
+are also keys of `Balance.skipped`."""
 
 MAX_IDLE_SHARE = 0.1
-"""Share of sequences without targets that draws a warning. Chat data loses the answers of a few per cent of its rows to
-`data.max_seqlen`; from a tenth on, steps lose noticeable time to sequences that train nothing."""
+"""Fraction of sequences without targets above which a warning is given. Chat data loses the answers of a few per cent
+of its rows to `data.max_seqlen`; above a tenth, steps spend noticeable time on sequences that train nothing."""
 SHOWN_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """What became of the files, rows and tokens of inputs; balances of parts add up to that of the whole.
+    """Account of the files, rows and tokens of inputs. Balances of parts add up to the balance of the whole.
 
     `num_rows + num_further` equals `num_used` plus the sum of `skipped`, and the tokens read are the sum of `tokens`.
 
     Attributes:
         num_files: Files that were read, None where prepared data of an older version does not say.
-        num_ignored_files, num_unreadable_files: Files that were not.
+        num_ignored_files, num_unreadable_files: Files that were ignored, or could not be read.
         num_rows: Rows that were read.
         num_further: Samples beyond the first that rows gave.
         num_used: Rows, and further samples, that are in sequences.
         num_long: Rows longer than `max_seqlen`.
         num_sequences: Samples that are drawn.
-        skipped: Rows, and further samples, that are in no sequence, by reason.
-        tokens: Tokens by what became of them: TRAINED, NOT_TARGETS, CUT, or a reason.
-        idle: Sequences without targets by the cause: "cut" if their row has targets beyond `max_seqlen`, or "labels".
+        skipped: Rows, and further samples, that are in no sequence, keyed by reason.
+        tokens: Tokens, keyed by what became of them: TRAINED, NOT_TARGETS, CUT, or a reason.
+        idle: Sequences without targets, keyed by cause: "cut" if their row has targets beyond `max_seqlen`, or
+            "labels".
     """
 
     max_seqlen: int
@@ -76,12 +79,12 @@ class Balance:
 
     @property
     def bad_rows(self) -> dict[str, int]:
-        """Rows that cannot be used, by reason; dropped ones could be."""
+        """Bad rows, keyed by reason, without rows dropped for their length."""
         reasons = set(BadReason)
         return {reason: count for reason, count in self.skipped.items() if reason in reasons}
 
     def check_bad_rows(self, *, named: Sequence[BadRow], max_bad_fraction: float) -> None:
-        """Check that few enough rows are bad, of which `named` are the first.
+        """Check that few enough rows are bad; `named` are the first bad rows.
 
         Raises:
             ConfigError: More than `max_bad_fraction` of the rows are bad.
@@ -153,7 +156,7 @@ class Balance:
         ]
 
     def check_targets(self, name: str) -> None:
-        """Check that something is trained.
+        """Check that the data has targets.
 
         Raises:
             ConfigError: No sequence of the data called `name` has a target.

@@ -46,8 +46,8 @@ class Span(NamedTuple):
 
 
 class ChatEncoder:
-    """Encodes rows by the tokenizer's chat template, or that of `data.chat_template`, and `data.loss_on`. What is left
-    out of rows is counted in `account`."""
+    """Encodes rows by `data.chat_template`, or else the tokenizer's own template, and `data.loss_on`. `account` counts
+    what is left out of rows."""
 
     def __init__(self, data: DataConfig, *, account: ReadAccount | None = None) -> None:
         self._data = data
@@ -123,7 +123,8 @@ class ChatEncoder:
     def _rendered_texts(
         self, chat: Chat, trained: tuple[int, ...], *, template: str
     ) -> list[tuple[Sample, list[Span] | None]]:
-        """Texts of the conversation, each with the places of the turns that it trains, or None if it trains all."""
+        """Return the rendered texts of the conversation, each with the spans of its trained turns; None if all is
+        trained."""
         render = partial(self._rendered, chat, template=_dated(template))
         last = len(chat.messages)
         if self._data.loss_on == "all":
@@ -147,7 +148,7 @@ class ChatEncoder:
         return row
 
     def _without_end(self, tokens: SpannedTokens, *, text: str, spans: list[Span]) -> int:
-        """Number of turns whose last token that is no white space is none that ends a turn."""
+        """Count the turns whose last token before trailing white space does not end a turn."""
         ends = [span.stop for span in spans]
         for number, span in enumerate(spans):
             while ends[number] > span.start and text[ends[number] - 1].isspace():
@@ -235,8 +236,8 @@ def check_texts_alone(record: Mapping[str, Any], *, what: str) -> None:
 
 
 def template_text(data: DataConfig) -> str | None:
-    """The template of `data.chat_template`, None if it is not set: of a file with a template, of a file with JSON that
-    has it in the key `chat_template`, or of the tokenizer by name.
+    """Return the template of `data.chat_template`, None if it is not set. The key names a file with a template, a JSON
+    file with one in the key `chat_template`, or one of the tokenizer's templates.
 
     Raises:
         ConfigError: The file cannot be read, or is something else.
@@ -265,7 +266,7 @@ def template_text(data: DataConfig) -> str | None:
 
 
 def _template_in(text: str) -> str | None:
-    """The template that a file holds; None if there is none."""
+    """Return the template that a file holds; None if there is none."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -277,7 +278,7 @@ def _template_in(text: str) -> str | None:
 
 
 def without_marks(template: str) -> str:
-    """The template without its generation marks."""
+    """Return the template without its generation marks."""
     return _MARKS.sub("", template)
 
 

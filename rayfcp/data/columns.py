@@ -1,4 +1,4 @@
-"""What a row is: its form, by the columns that have values, and the columns that the form leaves out."""
+"""Forms of rows: choice of the form by the columns that have values, and of the columns that it does not use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _PICTURES = ("images", "videos")
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _NAMED_COLUMNS = 8
-"""Columns of a row that an error names."""
+"""Number of a row's columns that an error names."""
 
 
 class RowForm(NamedTuple):
@@ -43,7 +43,7 @@ class _Choice(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
     """Columns that rows are read from: tokens with their masks, a text, the media columns if `media`, conversations if
-    `chat`. Or `whole`: these forms alone, which `chat` encodes.
+    `chat`. With `whole` only rows of these forms are read, and `chat` encodes them.
 
     The first form of which a row has all needed columns is used. A text may also be a list of messages.
     """
@@ -97,7 +97,7 @@ class RowColumns:
         return RawRow(row=record.row, ignored=ignored, **columns)
 
     def missing(self, names: Sequence[str]) -> BadRowError:
-        """Return the error of a row, or a table, with these columns, which give it no form."""
+        """Return the error of a row or table whose columns fit no form."""
         if self.whole:
             absent = [name for name in self.whole[-1][0] if name not in names]
             known = f"no {' and no '.join(absent)}, which these rows need"
@@ -138,7 +138,7 @@ class RowColumns:
         if not fitting:
             raise self.missing(given)
         form = fitting[0]
-        # A row that also has the conversation that its text or tokens were made from has its tools there.
+        # If a row also has the conversation behind its text or tokens, tools belong to that conversation.
         refused = set(form.refuses).difference(*(each.uses for each in fitting[1:] if each.kind == "chat"))
         if form.kind != "media" and not self.media:
             refused |= set(_PICTURES)
@@ -158,7 +158,7 @@ class RowColumns:
 
 
 _MAX_CHOICES = 1 << 12
-"""Sets of columns whose form is remembered: bounded, for rows that have names of their own each."""
+"""Bound on remembered forms, since each row may have column names of its own."""
 
 
 def _is_empty(value: Any) -> bool:

@@ -18,12 +18,12 @@ DISTILLED_FORMS: Forms = ((_NEEDED, ("labels", *MASK_COLUMNS)),)
 
 
 def distilled_rows(record: Mapping[str, Any], *, account: ReadAccount) -> list[TokenRow]:
-    """The samples of a record of `DISTILLED_FORMS`: its documents, without padding.
-    The teacher's columns are lists `[tokens]` of lists of one length, or arrays `[tokens, words]`; logits that differ
-    by a constant at a position mean the same.
+    """Return the samples of a record of `DISTILLED_FORMS`: its documents, without padding. The teacher's columns are
+    lists `[tokens]` of lists of one length, or arrays `[tokens, words]`; logits that differ by a constant at a position
+    mean the same.
 
     Raises:
-        BadRowError: As `token_rows`; other shapes, no numbers, or such that are not finite.
+        BadRowError: As `token_rows`; other shapes, or values that are not finite numbers.
     """
     row = make_row(record["input_ids"], labels=record.get("labels"))
     words, logits = (_table(record[name], column=name) for name in TEACHER_COLUMNS)

@@ -14,8 +14,8 @@ _HUB_TIMEOUT_S = 10.0
 def locate(name: str, *, key: str) -> tuple[str, bool]:
     """Return folder or hub name for `from_pretrained`, and its `local_files_only`.
 
-    A folder is used as it is. A name that looks like a path never goes to the hub. The hub is asked once; without the
-    answer that it has this name, only files fetched before are used.
+    A folder is used as it is. A name that looks like a path never goes to the hub. The hub is asked once; unless it
+    answers that it has this name, only files fetched before are used.
 
     Raises:
         ConfigError: `name` looks like a path and does not exist, or neither the hub nor its local cache has it.
@@ -33,7 +33,7 @@ def locate(name: str, *, key: str) -> tuple[str, bool]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why `from_pretrained` failed, in a sentence: code that files bring (`auto_map`) is never run."""
+    """Return one sentence on why `from_pretrained` failed. Code that files bring (`auto_map`) is never run."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return "it needs code of its own (auto_map), which is never run"
@@ -52,7 +52,7 @@ def _nearest(folder: Path) -> str:
 
 @lru_cache(maxsize=16)
 def _hub_problem(name: str) -> str:
-    """Why the hub does not serve `name`, empty if it does."""
+    """Return why the hub does not serve `name`; empty if it does."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -61,7 +61,7 @@ def _hub_problem(name: str) -> str:
     except GatedRepoError:
         return "the hub asks to accept its terms first (then log in: hf auth login)"
     except RepositoryNotFoundError:
-        return "the hub has none of this name that you may see (for private ones: hf auth login)"
+        return "the hub has no repository of this name that you can access (private ones need hf auth login)"
     except HfHubHTTPError:  # an answer, e.g. that the file is missing: the library reports it with more context
         return ""
     except Exception as error:  # no network, offline mode, or no valid name

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _Column = dict[str, npt.NDArray[np.int32]]
 
 CountCall = Callable[[str, int], None]
-"""Called with a reason, and how many rows were skipped for it."""
+"""Callback that gets a reason and the number of rows skipped for it."""
 
 _READING_THREADS = 8
 """Shards whose lengths are read at once: object stores answer in tens of milliseconds."""
@@ -44,7 +44,7 @@ _READING_THREADS = 8
 class LengthIndex:
     """Samples in the order of shards, rows and positions; `len(index)` of them.
 
-    `lengths`, `num_targets`: int arrays `[samples]`. `balance`: what became of all rows, those included that `prepare`
+    `lengths`, `num_targets`: int arrays `[samples]`. `balance`: account of all rows, including rows that `prepare`
     skipped. `named_bad_rows`: the first 100 of them. `fingerprint` is equal exactly when the samples and their tokens
     are. No image is cut: a sample ends before one that goes beyond `max_seqlen`. `samples_per_draw`: samples that are
     kept, or not, and drawn together: 2i and 2i+1 of pairs.
@@ -113,17 +113,17 @@ class LengthIndex:
 
     @cached_property
     def balance(self) -> Balance:
-        """What became of all that was read."""
+        """Account of all that was read."""
         return self._balance(self.manifest, self._balances)
 
     def balance_of(self, source: str) -> Balance:
-        """Return what became of a source of a mixture."""
+        """Return the account of a source of a mixture."""
         (start, stop) = self._shards_of[source]
         return self._balance(self.manifest.parts[source], self._balances[start:stop])
 
     def lines(self, *, path: Path | None = None) -> list[str]:
-        """Return the account in lines: of all data and of each source of a mixture, then the first bad rows, of which
-        more are in the file `path`, and what is ignored."""
+        """Return the account in lines: of all data and of each source of a mixture, then the first bad rows
+        (`path` has more of them), and what is ignored."""
         balances = [("account", self.balance)]
         balances += [(f"account of source {name}", self.balance_of(name)) for name in self.sources]
         lines = [line for title, balance in balances for line in balance.lines(title)]
@@ -131,7 +131,7 @@ class LengthIndex:
         return [*lines, *skipped_lines(self.named_bad_rows, path=path), *ignored, *self.manifest.account.lines()]
 
     def check_targets(self, name: str) -> None:
-        """Check that the data called `name`, and each of its sources, trains something.
+        """Check that the data called `name`, and each of its sources, has targets.
 
         Raises:
             ConfigError: There is no target.
@@ -168,7 +168,7 @@ class LengthIndex:
         return self._images is not None and self._images.has_any
 
     def count_skipped(self, call: CountCall) -> None:
-        """Call for the rows that give no sample, by reason."""
+        """Report the rows that give no sample to `call`, reason by reason."""
         for reason, count in self.balance.skipped.items():
             call(reason, count)
 
@@ -228,7 +228,7 @@ class LengthIndex:
         )
 
     def _lost(self, reader: ShardReader, column: _Column, *, limit: float) -> dict[str, npt.NDArray[np.bool_]]:
-        """Masks of the rows of a shard that give no sample, by reason, which are disjoint."""
+        """Return disjoint masks of the shard's rows that give no sample, keyed by reason."""
         lengths, wrong = column["length"], self._together(column["max_token_id"]) >= limit
         lost = {BadReason.TOKEN_OUT_OF_RANGE.value: wrong}
         if self.long_sequences == "drop":
@@ -238,7 +238,7 @@ class LengthIndex:
         return lost
 
     def _ranges(self, shard: int, rows: Integers, *, lengths: npt.NDArray[np.int32]) -> tuple[RowRanges, int]:
-        """Samples of rows of a shard, and how many tokens are lost to images that are too long."""
+        """Return the samples of rows of a shard, and the number of tokens lost to images that are too long."""
         way, limit = self.long_sequences, self.max_seqlen
         ranges = sample_ranges(rows, lengths=lengths[rows], max_seqlen=limit, long_sequences=way)
         if self._images is None or way == "drop":
@@ -258,7 +258,7 @@ class LengthIndex:
         targets: Integers,
         num_of_images: int,
     ) -> Balance:
-        """Return what becomes of the rows of a shard, of which `rows` are not `lost`."""
+        """Return the account of a shard, where `rows` are those that are not `lost`."""
         lengths, per_row = column["length"], self.samples_per_draw
         used, trained = _count(np.diff(ranges.rows, prepend=-1)), int(targets.sum())
         kept = int((ranges.stops - ranges.starts).sum())
@@ -284,7 +284,7 @@ class LengthIndex:
     def _named(
         self, reader: ShardReader, column: _Column, *, lost: Mapping[str, npt.NDArray[np.bool_]], limit: float
     ) -> list[BadRow]:
-        """The first bad rows of a shard."""
+        """Return the first bad rows of a shard."""
         details = {
             BadReason.TOKEN_OUT_OF_RANGE: "{}, must be less than the vocabulary's " + f"{limit:g}",
             BadReason.EQUAL_ANSWERS: f"chosen and rejected are the same within data.max_seqlen={self.max_seqlen}",
@@ -312,8 +312,8 @@ def _count(mask: npt.NDArray[Any]) -> int:
 
 
 def _equal_when_cut(shard: ShardReader, lengths: npt.NDArray[np.int32], *, max_seqlen: int) -> npt.NDArray[np.bool_]:
-    """Mask of the rows of pairs whose first `max_seqlen` tokens are the same. Only pairs that are cut to equal lengths
-    are compared, token by token: whole ones differ."""
+    """Return a mask of the rows of pairs whose first `max_seqlen` tokens are equal. Only pairs that are cut to equal
+    lengths are compared, token by token: whole ones differ."""
     pairs = lengths.reshape(-1, 2)
     equal = (pairs.min(axis=1) >= max_seqlen) & (pairs.max(axis=1) > max_seqlen)
     for pair in np.flatnonzero(equal).tolist():
@@ -334,7 +334,7 @@ def _targets(shard: ShardReader, ranges: RowRanges, column: _Column) -> npt.NDAr
 
 
 def read_balances(manifest: PreparedManifest, *, max_seqlen: int, long_sequences: LongSequences) -> list[Balance]:
-    """Return what `prepare` read and did not use, of each source of a mixture."""
+    """Return the account of what `prepare` read and did not use, for each source of a mixture."""
     if manifest.parts:
         settings: dict[str, Any] = {"max_seqlen": max_seqlen, "long_sequences": long_sequences}
         return [each for part in manifest.parts.values() for each in read_balances(part, **settings)]

@@ -34,7 +34,8 @@ MAX_FIRST_LINE = 1 << 20
 
 
 def kind_of(name: str) -> str | None:
-    """The format of the extension, in any case, behind compression and behind the number of a shard; None if unknown.
+    """Return the format of the extension, in any case, behind compression and behind the number of a shard; None if
+    unknown.
 
     >>> kind_of("c4-train.00000-of-01024.json.gz"), kind_of("A.JSONL"), kind_of("rows.jsonl.txt"), kind_of("LICENSE")
     ('json', 'jsonl', 'jsonl', None)
@@ -54,7 +55,7 @@ def format_of(name: str, declared: str) -> str:
 
 
 def codec_of(name: str) -> str | None:
-    """The compression of a file, None without.
+    """Return the compression of a file; None if it has none.
 
     >>> codec_of("a.jsonl.ZST"), codec_of("https://host/a.jsonl.gz?download=true"), codec_of("a.jsonl")
     ('zstd', 'gzip', None)
@@ -77,7 +78,7 @@ def is_description(name: str) -> bool:
 
 
 def extension(name: str) -> str:
-    """The extension with that of the compression, in lower case; the name if it has none.
+    """Return the extension with that of the compression, in lower case; the name if it has none.
 
     >>> extension("/x/A.Bin"), extension("/x/b.md.gz"), extension("/x/LICENSE"), extension("/x/.gitattributes")
     ('.bin', '.md.gz', 'LICENSE', '.gitattributes')
@@ -88,7 +89,7 @@ def extension(name: str) -> str:
 
 
 def is_json_line(line: bytes) -> bool:
-    """True if a whole line that begins with an object of JSON ends with it."""
+    """Return whether the line is complete and holds one JSON object."""
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line.removeprefix(b"\xef\xbb\xbf")), dict)
     except (ValueError, RecursionError):

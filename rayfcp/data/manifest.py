@@ -20,13 +20,14 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import RowKind
-from rayfcp.data.account import ReadAccount, counted
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.rows import BadRow, printable
+from rayfcp.values.counted import counted
 
 
 def resolve(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of `url` and the path in it, absolute where the file system is local. In both, `::` is part of a
-    name, unless a URL stands on either side of it (fsspec's chains).
+    """Return the file system of `url` and the path in it, which is absolute if the file system is local. In both, `::`
+    is part of a name, unless a URL stands on either side of it (fsspec's chains).
 
     Raises:
         ConfigError: No file system is known, or installed, for the URL's protocol.
@@ -138,8 +139,8 @@ class PreparedManifest:
     `fingerprint`: hash of the inputs (names, sizes, times), tokenizer and columns; if it differs, prepare again.
     `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `rows`: what a row of the inputs is.
     `num_files`, `num_read_rows`: of the inputs, None in folders of earlier versions. `num_ignored_files`: other files
-    of the folders. `file_lines`: on them, for the log. `parts`: the sources of a mixture by name; its shards are
-    those of the sources in order, and their names are whole paths.
+    of the folders. `file_lines`: log lines about these. `parts`: the sources of a mixture by name; its shards are those
+    of the sources in order, and their names are whole paths.
     """
 
     folder: str
@@ -221,7 +222,7 @@ def _mixture(folder: str, parts: Mapping[str, str]) -> PreparedManifest | None:
         bad_rows=dict(bad),
         named_bad_rows=tuple(row for part in manifests for row in part.named_bad_rows)[:MAX_NAMED_ROWS],
         account=ReadAccount.total(part.account for part in manifests),
-        num_files=None,  # these are of the parts
+        num_files=None,  # counted in the parts
         num_ignored_files=0,
         file_lines=(),
         num_read_rows=None,
@@ -252,7 +253,7 @@ def find_manifest(folder: str) -> PreparedManifest | None:
         return None
     try:
         manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})
-    except ValueError:  # of an older version, e.g. one that counted an unreadable file as a bad row
+    except ValueError:  # written by an older version, e.g. one that counted an unreadable file as a bad row
         return None
     sizes = {entry["name"].rsplit("/", 1)[-1]: entry.get("size") for entry in fs.ls(path, detail=True)}
     wanted = {name: size for shard in manifest.shards for name, size in shard.files.items()}

@@ -14,7 +14,7 @@ UNREAD_MASKS = dict.fromkeys(
     ("seq_lengths", "cu_seqlens", "seq_idx", "segment_ids", "sequence_ids", "document_ids"),
     "position_ids that begin at 0 in each document",
 ) | {"loss_weights": "loss_mask"}
-"""Columns that change what tokens see or weigh, with what says the same and is read."""
+"""Columns that change attention or loss weights and are not read, with the column to give instead."""
 
 
 class Documents(NamedTuple):
@@ -26,7 +26,7 @@ class Documents(NamedTuple):
 
 
 def read_masks(columns: Mapping[str, Any], *, num_tokens: int) -> Documents:
-    """Return the documents of a row by its `MASK_COLUMNS`, numbers `[tokens]` each; those that are absent say nothing.
+    """Return the documents of a row by its `MASK_COLUMNS`, numbers `[tokens]` each; columns may be absent.
 
     `attention_mask` is 0 at padding, on one side or on both. `position_ids` count up, and begin at 0 in each document.
 
@@ -50,7 +50,7 @@ def read_masks(columns: Mapping[str, Any], *, num_tokens: int) -> Documents:
 def _numbers(values: Any, *, name: str, num_tokens: int) -> npt.NDArray[Any]:
     try:
         numbers = np.asarray(values)
-    except (ValueError, OverflowError):  # lists of several lengths
+    except (ValueError, OverflowError):  # nested lists of unequal lengths
         numbers = np.empty((0, 0))
     if numbers.ndim != 1 or (numbers.dtype.kind not in "biuf" and numbers.size):
         raise ValueError(f"{name} must be a list of numbers, one for each token")
@@ -90,7 +90,7 @@ def _document_starts(positions: npt.NDArray[Any] | None, *, start: int, stop: in
     if positions.dtype.kind not in "iu":
         raise ValueError("position_ids must be integers")
     own = positions[start:stop].astype(np.int64)
-    if np.array_equal(own, np.arange(start, stop)):  # positions that count the padding on the left too
+    if np.array_equal(own, np.arange(start, stop)):  # positions may also count the padding on the left
         return [start]
     first = own == 0
     follows = np.concatenate([[False], np.diff(own) == 1])

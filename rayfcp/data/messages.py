@@ -12,7 +12,7 @@ Message = dict[str, Any]
 
 _BESIDE = ("tools", "system")
 Forms = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-"""Columns that rows of a form must have, with those that it reads beside them; a row is read by its first form."""
+"""Required columns of each form, with the optional ones that it reads. A row is read in the first form that it fits."""
 CHAT_FORMS: Forms = (
     (("messages",), _BESIDE),
     (("conversations",), _BESIDE),
@@ -26,9 +26,9 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 KNOWN_KEYS = frozenset(("role", "content", "tool_calls", "name", "tools", *REASONING_KEYS))
 """Keys of messages that a template must render; others may be left out."""
 _LOSS_KEYS = ("weight", "train", "loss")
-"""Keys that are 0 or false in a message of the assistant that is not trained."""
+"""Keys whose value 0 or false keeps a message of the assistant out of the loss."""
 LOST_KEYS = (KNOWN_KEYS | {"function_call", *_LOSS_KEYS}) - {"role", "content"}
-"""Keys that change a message, which must not be lost where they are not read."""
+"""Keys that change a message; rows are refused if these would be lost."""
 
 _ROLES = {
     "human": "user",
@@ -48,8 +48,8 @@ _ROLES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """Messages as chat templates take them, and the functions that the assistant may call. `trained`: the numbers of
-    the assistant's messages that may enter the loss, ascending. `left_out`: names of keys whose values no message has
-    any more."""
+    the assistant's messages that may enter the loss, ascending. `left_out`: names of keys that were removed from all
+    messages."""
 
     messages: tuple[Message, ...]
     trained: tuple[int, ...]
@@ -63,13 +63,13 @@ class Chat:
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """The conversation of a row, which has one of `CHAT_FORMS`.
+    """Return the conversation of a row in one of `CHAT_FORMS`.
 
     Of `prompt` and `completion`, which are lists of messages here, only the completion's messages are trained. A
     message with `weight: 0`, `train: false` or `loss: false` is not. `system` becomes the first message.
 
     Raises:
-        BadRowError: Messages, their weights or the tools are not what they should be.
+        BadRowError: Messages, their weights or the tools have other types or values.
     """
     prompt, rest = _parts(record)
     prompt, rest = _with_system(record.get("system"), prompt=prompt, rest=rest)
@@ -112,7 +112,7 @@ def instructed(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Messages that are not trained, and the others."""
+    """Return the messages that are not trained, and the others."""
     for name in ("messages", "conversations"):
         if record.get(name) is not None:
             return [], _listed(record[name], name=name)
@@ -129,7 +129,7 @@ def _said(role: str, text: Any, *, name: str) -> Message:
 
 
 def _with_system(system: Any, *, prompt: list[Any], rest: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The messages after the one of the column `system`, which may repeat the first."""
+    """Return the messages after one for the column `system`, which the first message may repeat."""
     if not system:
         return prompt, rest
     message = _message(_said("system", system, name="system"))
@@ -162,7 +162,7 @@ def _is_trained(message: Mapping[str, Any], number: int) -> bool:
 
 
 def _message(given: Any) -> Message:
-    """The message with role and content, of OpenAI's or ShareGPT's keys, without keys that have no value."""
+    """Return the message with role and content, from OpenAI's or ShareGPT's keys, without keys that have no value."""
     if not isinstance(given, Mapping):
         raise _bad("messages must be objects with role and content, or with from and value")
     message = {
@@ -188,7 +188,7 @@ def _message(given: Any) -> Message:
 
 
 _WITHOUT_TEXT = frozenset(("role", "name", "tool_call_id", "tools"))
-"""Keys that do not hold the text of a message under another name."""
+"""Keys that are never a message's text under another name."""
 
 
 def _has_text(value: Any) -> bool:
@@ -196,7 +196,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _calls(message: Message) -> list[Message]:
-    """The calls of a message; takes OpenAI's old form of one out of it."""
+    """Return the calls of a message. OpenAI's old form of a call is removed from the message."""
     calls = _listed(message.pop("tool_calls", []), name="tool_calls")
     if call := message.pop("function_call", None):
         calls = [*calls, call]
@@ -263,7 +263,7 @@ def _parsed(text: str, *, name: str) -> Any:
 
 
 def keys_beside(messages: Sequence[Message]) -> set[str]:
-    """Return the keys of messages, and of calls in them, that are not among those that templates must render."""
+    """Return the keys of messages and of their calls that templates may leave out."""
     found = {f"messages.{key}" for message in messages for key in message.keys() - KNOWN_KEYS}
     for message in messages:
         for call in message.get("tool_calls", ()):

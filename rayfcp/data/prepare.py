@@ -45,8 +45,8 @@ from rayfcp.data.tokenizer import tokenizer_of
 logger = logging.getLogger(__name__)
 
 READ_RULES = 1
-"""Version of the rules by which files become rows and rows tokens: raised when they change for any input, so that
-caches of other rules are not taken."""
+"""Version of the rules that make rows of files and tokens of rows. Raise it when they change for any input, so that
+caches of other rules are not used."""
 
 SMALL_BYTES = 64 << 20
 """Below this, starting Ray's worker processes (5 s on two cores) takes longer than the work."""
@@ -219,7 +219,7 @@ def _results_on_ray(splits: tuple[InputSplit, ...], work: Callable[[InputSplit],
     def run(item: dict[str, bytes]) -> dict[str, Any]:
         try:
             return {"result": to_json(_RESULT, work(_SPLIT.validate_python(json.loads(item["split"])))), "error": ""}
-        except ConfigError as error:  # as a value, which no version of Ray wraps
+        except ConfigError as error:  # returned, since Ray wraps what is raised
             return {"result": b"", "error": str(error)}
 
     # Rows of Ray Data are plain columns, so split and result travel as JSON.
@@ -276,7 +276,7 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
 def _readable(
     file: InputFile, read: Callable[[InputFile], Iterator[_Row]], *, data: DataConfig, account: ReadAccount
 ) -> Iterator[_Row]:
-    """The rows of a file, up to where it breaks off if that is allowed."""
+    """Yield the rows of a file, up to where it breaks off if that is allowed."""
     try:
         yield from read(file)
     except UnreadableFileError as error:

@@ -1,4 +1,4 @@
-"""Rows that are tokens already, with labels, masks and positions, from their columns to samples."""
+"""Make samples of rows that are tokens already, with labels, masks and positions."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -18,7 +18,7 @@ _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 """Rows, and characters or tokens, that are tokenised in one call: enough for the tokenizer's threads."""
 
 _MAX_IGNORED = 200
-"""Names of ignored columns that are counted apart: rows may have names of their own each."""
+"""Bound on ignored columns counted by name, since each row may have column names of its own."""
 
 MediaEncoder = Callable[[Mapping[str, Any], str], TokenRow]
 """Encodes the media columns of a row of the file with this URL; raises BadRowError."""
@@ -37,11 +37,11 @@ def read_rows(
     account: ReadAccount | None = None,
 ) -> Iterator[TokenRow | BadRow]:
     """Yield every row of the file, tokenised and checked, or why it is skipped. Row numbers count from the piece's
-    start. With `whole`, `chat` encodes rows of these forms, and nothing else is read.
+    start. With `whole`, only rows of these forms are read, and `chat` encodes them.
 
     A row with `input_ids` is used as it is, with its `labels` and masks if present; with `media`, a row that has media
     columns is encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the
-    usual columns is encoded. What is left out of rows that are used is counted in `account`.
+    usual columns is encoded. `account` counts what is left out of rows that are used.
 
     Raises:
         UnreadableFileError: The file cannot be read from here on.

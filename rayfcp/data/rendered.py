@@ -1,8 +1,9 @@
-"""What a chat template leaves out of a conversation: texts, thoughts, calls and tools must stand in what it renders.
+"""Find what a chat template leaves out of a conversation: texts, thoughts, calls and tools must appear in the rendered
+text.
 
-Two checks complement each other. A probe renders a conversation of the same shape whose texts are words of their own,
-once for each shape: it finds what a template never renders, however short the text. Then each text of the row is
-searched in what was rendered of it: that finds what a template drops for its content, e.g. thoughts between tags.
+Two checks complement each other. A probe renders a conversation of the same shape whose texts are unique words, once
+for each shape: it finds what a template never renders, however short the text. Then each text of a row is searched in
+its rendering: that finds what a template drops because of its content, e.g. thoughts between tags.
 """
 
 import json
@@ -23,7 +24,7 @@ _WORD = "zq{}qz"
 
 
 class Sample(NamedTuple):
-    """A text that `stop` messages were rendered to, of which it trains `turns`."""
+    """Text rendered from the first `stop` messages; it trains their `turns`."""
 
     text: str
     stop: int
@@ -59,7 +60,7 @@ class RenderedCheck:
             )
 
     def unused_keys(self, chat: Chat, *, template: str, render: Render) -> tuple[str, ...]:
-        """Return the keys of messages that do not change what is rendered.
+        """Return the keys of messages that do not change the rendered text.
 
         A key whose name does not stand in the template is tried once, in the first row that has it.
         """
@@ -89,7 +90,7 @@ def _unused(chat: Chat, names: set[str], *, render: Render) -> tuple[str, ...]:
 
 
 def _shape(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
-    """Everything of a conversation but its texts."""
+    """Return the structure of a conversation: everything but its texts."""
     return (
         tuple(
             (each["role"], bool(each["content"]), len(each.get("tool_calls", ())), *sorted(each)) for each in messages
@@ -101,7 +102,8 @@ def _shape(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | Non
 def _probed(
     messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, turns: Sequence[int], render: Render
 ) -> str | None:
-    """What the template leaves out of a conversation of this shape; None if nothing, or if it refuses the words."""
+    """Return what the template leaves out of a conversation of this shape; None if nothing, or if it refuses the
+    words."""
     words: dict[str, str] = {}
 
     def word(what: str) -> str:
@@ -145,7 +147,7 @@ def _of(message: Message, number: int, *, part: str) -> str:
 
 
 def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, sample: Sample) -> str | None:
-    """The first text of a conversation that was not rendered, in the order of its messages."""
+    """Return the first text of a conversation that was not rendered, in the order of its messages."""
     text, place = sample.text, 0
     for number, message in enumerate(messages):
         is_trained = number in sample.turns
@@ -209,7 +211,7 @@ def _tool_texts(tool: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find(piece: str, text: str, *, start: int) -> int | None:
-    """Where a text ends after `start` in what was rendered, as it is or with the escapes of JSON; None if nowhere."""
+    """Return where a text, as it is or escaped for JSON, ends after `start` in the rendering; None if it is missing."""
     for written in _writings(piece):
         place = text.find(written, start)
         if place >= 0:

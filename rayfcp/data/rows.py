@@ -102,8 +102,8 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """A row as its file has it, in one of four forms: a text, or values by column: of tokens with their labels and
-    masks, of rows with images, or of a conversation. `ignored`: columns with values that the form does not use."""
+    """A row as its file has it, in one of four forms: a text, or values keyed by column: of tokens with their labels
+    and masks, of rows with images, or of a conversation. `ignored`: columns with values that the form does not use."""
 
     row: int
     text: str | None = None
@@ -134,7 +134,7 @@ def checked_text(value: Any, *, name: str) -> str:
     """Return a text that is not empty, from str or UTF-8 bytes.
 
     Raises:
-        BadRowError: It is something else.
+        BadRowError: It is anything else.
     """
     if not isinstance(value, str | bytes):
         raise BadRowError(BadReason.WRONG_TYPE, f"{name} is {'null' if value is None else 'not text'}")

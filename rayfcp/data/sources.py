@@ -29,6 +29,7 @@ from rayfcp.data.kinds import (
 from rayfcp.data.manifest import is_local, join, name_of, resolve
 from rayfcp.data.rows import printable
 from rayfcp.data.storage import is_of_storage, is_transient, retried
+from rayfcp.values.counted import counted
 
 SPLIT_BYTES = 16 << 20
 """Small files together up to this: enough work to amortise a task."""
@@ -40,7 +41,7 @@ IMAGE_WEIGHT = 256
 _NEVER_READ = (".*", "__pycache__")
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _NAMED_KINDS = 6
-"""Kinds of ignored files that a line names."""
+"""Number of kinds of ignored files that a line names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class Discovery:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines for the log on files that are not read, and on some that perhaps should not be."""
+        """Log lines on files that are not read, and on files that perhaps should not be."""
         return tuple(filter(None, (self.ignored_line(), self.held_out_line())))
 
     def ignored_line(self) -> str | None:
@@ -117,8 +118,8 @@ class Discovery:
         if not held_out:
             return None
         return printable(
-            f"{len(held_out)} files beside those of a split train look held out, e.g. {held_out[0]}; they are read; "
-            "leave them out with data.exclude"
+            f"{counted(len(held_out), 'file')} beside those of a split train look held out, e.g. {held_out[0]}; they "
+            "are read; leave them out with data.exclude"
         )
 
 
@@ -286,7 +287,7 @@ def _entries(fs: fsspec.AbstractFileSystem, root: str) -> list[dict[str, Any]]:
 
 
 def _pattern(fs: fsspec.AbstractFileSystem, root: str) -> str:
-    """The pattern, in which the longest folder that exists under that very name is taken literally."""
+    """Return the pattern with the longest folder that exists under that very name taken literally."""
     folder, slash, rest = root.rpartition("/")
     while has_magic(folder):
         if fs.exists(folder):
@@ -297,7 +298,7 @@ def _pattern(fs: fsspec.AbstractFileSystem, root: str) -> str:
 
 
 def _target_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry; for a link in a local folder its target, under the link's name.
+    """Return the entry; for a link in a local folder its target, under the link's name.
 
     Raises:
         ConfigError: The target does not exist.
@@ -334,9 +335,10 @@ def _is_asked_for(name: str, below: str, include: Collection[str]) -> bool:
 def _wanted_names(
     fs: fsspec.AbstractFileSystem, folder: str, *, names: Collection[str], choose_split: bool
 ) -> Collection[str] | None:
-    """Names in a folder of the library `datasets` which hold data. Of one that `save_to_disk` wrote: the files of its
-    table, or its split `train`, or its only one (all of them unless `choose_split`); of its cache: all but results of
-    `map` and the like. None for other folders.
+    """Return the names that hold data in a folder of the library `datasets`; None for other folders.
+
+    A folder written by `save_to_disk` has the files of its table, or its split `train`, or its only split (all splits
+    unless `choose_split`). A cache has all files but results of `map` and the like.
 
     Raises:
         ConfigError: Files are missing, or which split to read is not clear.

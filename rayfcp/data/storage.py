@@ -1,4 +1,4 @@
-"""Storage that fails: files that cannot be read, and remote bytes that come after a pause."""
+"""Storage that fails: files that cannot be read, and remote calls that succeed when tried again."""
 
 import io
 import logging
@@ -11,11 +11,13 @@ import fsspec
 from rayfcp.config import ConfigError
 from rayfcp.data.manifest import is_local
 from rayfcp.data.rows import printable
+from rayfcp.values.counted import counted
 
 logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 2.0, 8.0)
-"""Pauses before a remote call is made again: long enough for a store that throttles, short beside a failed run."""
+"""Seconds before each further try of a remote call: long enough for a store that throttles, short beside a failed
+run."""
 
 REMEDY = "repair or replace it, leave it out with data.exclude, or allow it with data.max_unreadable_files"
 _CLIENTS = ("aiohttp", "azure", "botocore", "google", "httpcore", "httpx", "http", "huggingface_hub", "urllib3")
@@ -35,7 +37,7 @@ class UnreadableFileError(ConfigError):
 
     @classmethod
     def of(cls, url: str, problem: str | Exception, *, remedy: str = REMEDY) -> "UnreadableFileError":
-        """Return the error of the file at `url`: what it is instead, or the error of its reader."""
+        """Return the error of the file at `url`; `problem` says what it is instead, or is the error of its reader."""
         if isinstance(problem, Exception):
             problem = f"cannot be read: {' '.join(str(problem).split())[:200] or type(problem).__name__}"
         return cls(f"{printable(url)} {printable(problem)}; {remedy}")
@@ -45,9 +47,9 @@ def check_unreadable(urls: Collection[str], *, max_unreadable_files: int) -> Non
     """Warn of unreadable files, which are left out.
 
     Raises:
-        ConfigError: They are more than `max_unreadable_files`.
+        ConfigError: There are more than `max_unreadable_files`.
     """
-    first = f"{len(urls)} files cannot be read, e.g. {printable(min(urls, default=''))}"
+    first = f"{counted(len(urls), 'file')} cannot be read, e.g. {printable(min(urls, default=''))}"
     if len(urls) > max_unreadable_files:
         raise ConfigError(
             f"{first}; data.max_unreadable_files allows {max_unreadable_files}; repair or exclude them, or raise "
@@ -58,8 +60,8 @@ def check_unreadable(urls: Collection[str], *, max_unreadable_files: int) -> Non
 
 
 def retried(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem, name: str) -> _Result:
-    """Return the result of `call`, which is made again after each transient error of a remote file system, up to the
-    number of `PAUSES_S`."""
+    """Return the result of `call`, tried again after transient errors of a remote file system, once for each of
+    `PAUSES_S`."""
     for pause_s in () if is_local(fs) else PAUSES_S:
         try:
             return call()
@@ -137,7 +139,7 @@ class RemoteFile(io.RawIOBase):
             return retried(call, fs=self._fs, name=self._path)
         except OSError:
             raise
-        except Exception as error:  # of a client, which may be of any type
+        except Exception as error:  # clients raise errors of any type
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _read(self, num_bytes: int) -> bytes:

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.account import ReadAccount, counted
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.balance import Balance, skipped_lines
 from rayfcp.data.index import CountCall, LengthIndex, read_balances
 from rayfcp.data.manifest import (
@@ -40,6 +40,7 @@ from rayfcp.data.sources import InputSplit, discover, make_splits, would_be_read
 from rayfcp.data.storage import check_unreadable
 from rayfcp.data.tokenizer import tokenizer_of
 from rayfcp.values import GlobalBatch, Sample
+from rayfcp.values.counted import counted
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ Waiter = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The parts of a stream. `folder`: where their shards are written, not part of the file. `file_lines`: on files
-    that are not read."""
+    """The parts of a stream. `folder`: where their shards are written, not part of the file. `file_lines`: log lines
+    about files that are not read."""
 
     folder: str
     fingerprint: str
@@ -164,8 +165,8 @@ def find_stream(folder: str) -> Stream | None:
 
 
 class StreamIndex:
-    """What is known of a stream's samples before they are read, and what became of those that were; see
-    `LengthIndex`."""
+    """Index of a stream: its samples as far as they are known before they are read, and the account of the parts read
+    so far; see `LengthIndex`."""
 
     has_images = False
     num_draws = samples_per_draw = 1
@@ -178,7 +179,7 @@ class StreamIndex:
         ).hexdigest()
         self.named_bad_rows: tuple[BadRow, ...] = ()
         self.balance = Balance(max_seqlen=max_seqlen, long_sequences=long_sequences, samples_per_row=1)
-        """What became of the parts that were read so far, files not counted."""
+        """Account of the parts that were read so far, files not counted."""
         self._stream, self.account = stream, ReadAccount()
         self._read: set[int] = set()
         self._count_skipped: CountCall = lambda _reason, _count: None
@@ -192,7 +193,8 @@ class StreamIndex:
         return len(self._read) == len(self._stream.splits)
 
     def lines(self, *, path: Path | None = None) -> list[str]:
-        """Return what the stream is, or the account of the parts that were read so far; see `LengthIndex.lines`."""
+        """Return a description of the stream, or the account of the parts that were read so far; see
+        `LengthIndex.lines`."""
         splits = self._stream.splits
         if not self._read:
             num_bytes = sum(split.num_bytes for split in splits)
@@ -222,7 +224,7 @@ class StreamIndex:
             self._count_skipped(reason, count)
 
     def count_skipped(self, call: CountCall) -> None:
-        """Call for the rows that were skipped so far, and for those of each further part when it is read."""
+        """Report the rows that were skipped so far to `call`, and those of each further part when it is read."""
         self._count_skipped = call
         for reason, count in self.balance.skipped.items():
             call(reason, count)

@@ -7,15 +7,6 @@ from enum import StrEnum
 from rayfcp.config import Config
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "device"), counted(2, "device")
-    ('1 device', '2 devices')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 class Cause(StrEnum):
     """Why a step did not end."""
 

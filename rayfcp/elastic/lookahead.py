@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from rayfcp.elastic.facts import counted
+from rayfcp.values.counted import counted
 
 LEAST_STEPS, SURE_STEPS = 3, 8
 """Measured steps before planners are added, and before planning is said to fall behind: one planner too many costs

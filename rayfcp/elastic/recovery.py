@@ -2,7 +2,8 @@
 
 from enum import StrEnum
 
-from rayfcp.elastic.facts import Setbacks, counted
+from rayfcp.elastic.facts import Setbacks
+from rayfcp.values.counted import counted
 
 
 class Way(StrEnum):

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rayfcp.elastic.facts import Cause, Device, Facts, Failure, counted
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure
 from rayfcp.values import Decision, Move
+from rayfcp.values.counted import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -46,8 +46,8 @@ Annotate = Callable[[str], AbstractContextManager[object]]
 PADDING_TOKEN = 0
 
 _LEAST_SKIPPED = 1 / 32
-"""Fraction of a microbatch's tokens without targets from which on the head leaves them out. Gathering a row moves 20
-bytes per channel; the head computes 6 FLOPs per channel and word, 80 times as long for 32,000 words on an H100."""
+"""Fraction of tokens without targets in a microbatch from which on the head skips them. Gathering a row moves 20 bytes
+per channel; the head computes 6 FLOPs per channel and word, 80 times as long for 32,000 words on an H100."""
 
 
 class TokenSource(Protocol):
@@ -136,8 +136,8 @@ class BatchTokens:
 
 
 def head_rows(words: Tokens) -> Tokens | None:
-    """Return the numbers of the tokens that the head runs on, given all target ids: those with targets, at least one.
-    None stands for all tokens.
+    """Return the indices of the tokens that the head runs on: those with targets, at least one. None stands for all
+    tokens.
 
     >>> head_rows(np.array([IGNORED, 7, 8, IGNORED])), head_rows(np.array([7, 8]))
     (array([1, 2]), None)
@@ -148,7 +148,7 @@ def head_rows(words: Tokens) -> Tokens | None:
 
 
 def _by_token(pieces: tuple[Piece, ...], of_sequence: Sequence[int]) -> Tokens:
-    """The number of each token's sequence, `[tokens]`; 0 for one of padding, which has no terms."""
+    """Return each token's sequence number, `[tokens]`; 0 for padding, which has no terms."""
     return np.concatenate([np.full(each.num_tokens, of_sequence[each.sequence]) for each in pieces] or [np.array([0])])
 
 
@@ -211,7 +211,7 @@ class Passes:
         )
 
     def _targets(self, item: Load, words: list[Tokens], tokens: TokenSource) -> Targets:
-        """Targets of the tokens that the head runs on, and in `_rows` the row of their terms."""
+        """Return the targets of the tokens that the head runs on, and record in `_rows` the row of each term."""
         loss, given, pieces = self._loss.loss, self._loss.weights, item.pieces
         joined = np.concatenate(words)
         rows = head_rows(joined)
@@ -292,8 +292,9 @@ class Passes:
             self._activations_out[item.microbatch] = self._for_pipes(output)
 
     def _for_pipes(self, output: Tensor) -> Tensor:
-        """A stage's activations, `[1, tokens, hidden]`, as `[tokens, hidden]` in the dtype of the pipes, which is not
-        that of families with an fp32 residual stream. Not in the model, since FSDP's hooks want no view."""
+        """Return a stage's activations `[1, tokens, hidden]` as `[tokens, hidden]` in the dtype of the pipes, which
+        differs from the activations' in families with an fp32 residual stream. The model does not do this, since FSDP's
+        hooks refuse views."""
         assert self._pipes is not None
         return output.squeeze(0).to(self._pipes.dtype)
 

@@ -59,7 +59,7 @@ def _attend(
             f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
         )
     context = carried.context
-    window = keywords.get("sliding_window", context.kind.window) or 0  # PhiMoE's is in its masks alone
+    window = keywords.get("sliding_window", context.kind.window) or 0  # PhiMoE passes its window only in masks
     if window != context.kind.window:
         context = context.of_kind(LayerKind(window=window))
     query = _scaled_by_position(module, query, positions=carried.positions)

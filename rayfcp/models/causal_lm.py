@@ -61,7 +61,7 @@ class CausalLM(StageModule):
 
     @property
     def head(self) -> nn.Linear:
-        """The matrix that makes logits or rewards, on the last stage."""
+        """Linear layer that computes logits or rewards; only the last stage has one."""
         head = head_of(self.model)
         if type(head) is not nn.Linear:
             raise TypeError(f"the model's head is a {type(head).__name__}, must be a torch.nn.Linear")
@@ -99,8 +99,8 @@ class CausalLM(StageModule):
         keep_logits: bool = True,
         placed: "PlacedFeatures | None" = None,
     ) -> Tensor:
-        """Weighted sum of the loss's terms, in fp32 at least; before the last stage the activations
-        `[1, tokens, hidden]`.
+        """Return the weighted sum of the loss's terms, in fp32 at least; before the last stage the activations `[1,
+        tokens, hidden]`.
 
         Args:
             inputs: Token ids `[tokens]`; after the first stage activations `[tokens, hidden]`.

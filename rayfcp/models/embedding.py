@@ -1,7 +1,7 @@
 """Gradients of embeddings, summed over tokens in fp32 at least.
 
-On CPUs torch sums the gradients of a word's tokens one after the other in bf16. Of a frequent word most are lost: the
-matrix of a batch of 128K tokens is 75 % off.
+On CPUs torch sums the gradients of a word's tokens one after the other in bf16. Most terms of a frequent word are lost:
+over a batch of 128K tokens the matrix's gradient is 75 % off.
 """
 
 import functools
@@ -19,7 +19,7 @@ from rayfcp.execute.losses.base import wide
 
 
 def sum_widely(model: nn.Module) -> None:
-    """Let all embeddings of `model` sum their gradients in fp32 at least."""
+    """Make all embeddings of `model` sum their gradients in fp32 at least."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             vars(module)["forward"] = functools.partial(_embed, module.forward)
@@ -31,7 +31,7 @@ def _embed(forward: Callable[..., Tensor], *args: Any, **keywords: Any) -> Tenso
 
 
 class _WideSums(TorchFunctionMode):
-    """Replaces torch's embedding alone, since families scale and mask it in their own ways."""
+    """Replaces torch's embedding only, since families scale and mask its result in their own ways."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.embedding or kwargs["max_norm"] is not None or kwargs["scale_grad_by_freq"]:

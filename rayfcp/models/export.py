@@ -47,7 +47,7 @@ _PREFIX = "model.model."
 _LAYER = re.compile(r"^.*?\.\d+\.")
 """Beginning of the names of a layer's tensors, which follow each other."""
 _DRAFT_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-"""Numbers of further layers that only speculative decoding uses, by family."""
+"""Configuration keys, by family, for the number of layers that only speculative decoding uses."""
 FILE_BYTES = 4 << 30
 """Size of a file: as many tensors as fit, at least one."""
 
@@ -61,10 +61,10 @@ def export_checkpoint(
     merge: bool = False,
     log: Log = lambda _: None,
 ) -> None:
-    """Write a model that the library opens: weights (safetensors, in `model.dtype`), those of `model.path` that were
-    not trained included, configurations, and the files beside them (`export_files`); of a run with adapters these
-    alone, in PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is
-    changed or left out. Needs memory for one file and one layer, but for the whole model where parameters that were not
+    """Write a model that the library opens: weights (safetensors, in `model.dtype`), including those of `model.path`
+    that were not trained, configurations, and the files beside them (`export_files`). A run with adapters exports only
+    these, in PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is
+    changed or left out. Needs memory for one file and one layer, or for the whole model if parameters that were not
     trained are written.
 
     Raises:
@@ -129,7 +129,8 @@ def _write_model(
 def _carried(
     run: ModelConfig, library: Any, described: PreTrainedConfig, *, part: TextPart | None, log: Log
 ) -> dict[str, Tensor]:
-    """Tensors at `model.path` beside the model's own that an export has too; log these, and those that it lacks."""
+    """Return the tensors of `model.path` that an export has beside the model's own. Log their names, and those left
+    out."""
     if run.path is None or run.init != "pretrained":
         return {}
     if not has_weights(run.path):
@@ -147,7 +148,7 @@ def _carried(
 
 
 def _drop_drafts(config: PreTrainedConfig, carried: Iterable[str], *, log: Log) -> None:
-    """Let the configuration have no layers for speculative decoding if there are no weights of them."""
+    """Remove layers for speculative decoding from the configuration if they have no weights."""
     text = text_of(config)
     layers = (re.search(r"\blayers\.(\d+)\.", name) for name in carried)
     if any(each is not None and int(each[1]) >= text.num_hidden_layers for each in layers):

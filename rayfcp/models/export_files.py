@@ -1,4 +1,4 @@
-"""Files of an export beside its weights: the base's, its tokenizer and chat template, what ends generation."""
+"""Files of an export beside its weights: those of the base, tokenizer, chat template and generation settings."""
 
 import json
 import re
@@ -26,24 +26,24 @@ from rayfcp.models.library import text_of
 Log = Callable[[str], object]
 
 _READ = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-"""Names of files of weights that are read, and written anew."""
+"""Weight files that are read, and written anew."""
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "chat_template*", f"{CHAT_TEMPLATE_DIR}/*"),
 )
 _NOT_COPIED = (*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", "*.onnx*", "README*", ".*", "*/")
-"""Weights in other formats, the page about the base, folders."""
+"""Weights in other formats, the base's README, and folders."""
 _MAX_NAMED = 12
 _TALK = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
 class ModelFiles:
-    """Files of a model's folder or hub repository by their `names` in it; folders, but that of chat templates, by their
-    own name and a slash.
+    """Files of a model's folder or hub repository by their `names` in it; folders, except that of chat templates, by
+    their own name and a slash.
 
     Args:
         path: A folder, or a hub name.
-        key: The key of the configuration that has it.
+        key: Configuration key that has this path.
     """
 
     def __init__(self, path: str, *, key: str) -> None:
@@ -51,7 +51,7 @@ class ModelFiles:
         self.names = sorted(self._listed())
 
     def find(self, name: str) -> Path | None:
-        """A file on this machine, fetched if it is on the hub; None if there is none."""
+        """Return the path of a file on this machine, fetched if it is on the hub; None if it does not exist."""
         options = {"local_files_only": self._local_only, "_raise_exceptions_for_missing_entries": False}
         found = cached_file(self._source, name, _raise_exceptions_for_connection_errors=False, **options)
         return None if found is None else Path(found)
@@ -70,7 +70,7 @@ class ModelFiles:
 
 
 def tokenizer_of_rows(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer that made the run's tokens, None if they were prepared by one that the run does not name.
+    """Return the tokenizer that made the run's tokens, None if they were prepared by one that the run does not name.
 
     Raises:
         ConfigError: It cannot be loaded.
@@ -119,7 +119,7 @@ def _copy(files: ModelFiles, names: Iterable[str], target: Path) -> None:
 
 
 def _encoders(data: DataConfig) -> list[DataConfig]:
-    """The section for each source of rows, with conversations rendered as in training and answers as targets."""
+    """Return the data section of each source, with conversations rendered as in training and answers as targets."""
     sources = data.sources.values() or [data]
     same = {"processor": None, "tokenizer": data.processor or data.tokenizer, "loss_on": "assistant"}
     return [data.of(each).model_copy(update=same) for each in sources]
@@ -149,8 +149,8 @@ def write_chat_template(data: DataConfig, target: Path, *, tokenizer: Tokenizer,
 
 
 def end_tokens(data: DataConfig, *, tokenizer: Tokenizer) -> list[int]:
-    """Ids of the tokens that end what the run trained on: the tokenizer's end token, and the special token that ends an
-    answer in the chat template, if there is one."""
+    """Return the ids of the tokens that end what the run trained on: the tokenizer's end token, and the special token
+    that ends an answer in the chat template, if there is one."""
     found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     library = tokenizer.library
     for each in _encoders(data) if library is not None else ():
@@ -167,7 +167,7 @@ def end_tokens(data: DataConfig, *, tokenizer: Tokenizer) -> list[int]:
 
 
 def with_ends(given: Any, ends: Sequence[int]) -> Any:
-    """`eos_token_id`, one number or several, with further `ends`."""
+    """Return `eos_token_id`, one number or several, extended by `ends`."""
     before = given if isinstance(given, list) else [] if given is None else [given]
     found = [*before, *(end for end in ends if end not in before)]
     return given if found == before else found if len(found) > 1 else found[0]
@@ -178,12 +178,12 @@ def set_ends(config: PreTrainedConfig, ends: Sequence[int]) -> None:
     text = text_of(config)
     told = [each for each in (config, text) if getattr(each, "eos_token_id", None) is not None]
     for each in told or [text]:
-        with suppress(StrictDataclassFieldValidationError):  # a family of one end token; generation has its own file
+        with suppress(StrictDataclassFieldValidationError):  # some families allow one; generation_config.json has all
             each.eos_token_id = with_ends(getattr(each, "eos_token_id", None), ends)
 
 
 def log_ends(path: str, *, ends: Sequence[int], log: Log) -> None:
-    """Log with which end tokens to generate, where the base at `path`, whose settings stay, lacks some of `ends`."""
+    """Log the end tokens to generate with if the base at `path`, whose settings stay, lacks some of `ends`."""
     base = ModelFiles(path, key="model.path").find(GENERATION_CONFIG_NAME)
     before = None if base is None else json.loads(base.read_text(encoding="utf-8")).get("eos_token_id")
     if (found := with_ends(before, ends)) != before:
@@ -191,7 +191,7 @@ def log_ends(path: str, *, ends: Sequence[int], log: Log) -> None:
 
 
 def write_generation_config(library: Any, target: Path, *, path: str | None, ends: Sequence[int], log: Log) -> None:
-    """Copy the file of the base at `path`, or draw one from the configuration, and add `ends` to its end tokens."""
+    """Copy the file of the base at `path`, or derive one from the configuration, and add `ends` to its end tokens."""
     base = None if path is None else ModelFiles(path, key="model.path").find(GENERATION_CONFIG_NAME)
     file = target / GENERATION_CONFIG_NAME
     if base is None:

@@ -120,7 +120,7 @@ class _Gradients:
 
 
 def _times(rows: Tensor, factors: Tensor, *, out: Tensor) -> Tensor:
-    """`rows` times `factors`, multiplied in the dtype of `factors` and written to `out`."""
+    """Return `rows` times `factors`, multiplied in the dtype of `factors` and written to `out`."""
     parts = (each.split(SLICE_ROWS) for each in (rows, factors.unsqueeze(1), out))
     for own, factor, result in zip(*parts, strict=True):
         result.copy_(own * factor)

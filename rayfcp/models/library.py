@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 HEADS = 2
 FFN_SIZE = 64
 ALIGNED = 8
-"""Elements of 16 bits to whose multiples kernels for experts need sizes of matrices aligned: a narrowed model has the
-alignment of its model, so that it runs where that does."""
+"""Alignment in 16-bit elements that kernels for experts need of matrix sizes. A narrowed model keeps the alignment of
+its model, so that it runs wherever that does."""
 
 NUM_EXPERTS = 8
 VOCAB_SIZE = 61
@@ -104,11 +104,11 @@ def lora_module() -> ModuleType:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """Configuration of the model at `path`, all of its parts, without what says how other files of it are quantized:
-    weights are plain here (`pretrained.WeightFiles` refuses others).
+    """Return the configuration of the model at `path`, with all of its parts, without quantization settings: weights
+    are plain here (`pretrained.WeightFiles` refuses others).
 
     Raises:
-        ConfigError: No model is there.
+        ConfigError: There is no model.
     """
     source, local_only = locate(path, key="model.path")
     try:

@@ -32,7 +32,8 @@ class LogitCurve:
         return torch.tanh(scaled.to(wide(logits)) / self.cap) * self.cap if self.cap else scaled
 
     def bend(self, logits: Tensor) -> Tensor | None:
-        """Bend logits in place. Return the derivative by the scaled logits, without `scale`; None if it is 1."""
+        """Bend logits in place. Return the derivative with respect to the scaled logits, without `scale`; None if it is
+        1."""
         if self.scale != 1.0:
             logits *= self.scale
         if not self.cap:

@@ -155,7 +155,7 @@ class WeightFiles:
         self._file_of = self._files_by_tensor()
 
     def _files_by_tensor(self) -> dict[str, str]:
-        """Name of the file of each tensor. A single file precedes an index, as in the library."""
+        """Return the file name of each tensor. A single file takes precedence over an index, as in the library."""
         if self._find("adapter_config.json") is not None:
             raise self.error(
                 "it has an adapter (adapter_config.json), which is not read beside a model; merge it into the model "
@@ -178,7 +178,7 @@ class WeightFiles:
         return ConfigError(f"model.path is {self.path!r}, {' '.join(problem.split())}")
 
     def misfit(self, problem: str, *, remedy: str = _FITTING) -> ConfigError:
-        """An error about tensors that are not those of the model, which is quantized if its configuration says so."""
+        """Return the error of tensors that do not fit the model, or of quantization if the configuration has it."""
         if (method := self.quantization) is not None:
             problem = f"whose weights are quantized ({QUANTIZATION} {method!r} in its config.json): {problem}"
             remedy = "give the weights before quantization; model.lora.quantize=nf4 packs them when they are loaded"
@@ -186,7 +186,7 @@ class WeightFiles:
 
     @property
     def quantization(self) -> str | None:
-        """The method by which the weights are quantized, as `config.json` says; None if it says nothing."""
+        """Return the quantization method in `config.json`; None if there is none."""
         file = self._find("config.json")
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         parts = (each for each in (found, *found.values()) if isinstance(each, dict))
@@ -220,7 +220,7 @@ class WeightFiles:
         return LazyTensor([self._handle(file).get_tensor(name)])
 
     def stored(self, name: str) -> Tensor:
-        """A tensor as it is in the files, of any type."""
+        """Return a tensor as stored, of any dtype."""
         found: Tensor = self._handle(self._file_of[name]).get_tensor(name)
         return found
 
@@ -391,8 +391,8 @@ def _sources(
 
 @dataclass(slots=True)
 class _Contents:
-    """Tensors of files: `recipes` of the model's own by first target, in the library's order, which is that of parts to
-    be stacked; names of others that the library ignores, and of those that no model like it needs."""
+    """Tensors of files. `recipes` are the model's own by first target, in the library's order, in which parts are
+    stacked; `ignored` are names that the library ignores, `useless` names that no model like it needs."""
 
     recipes: dict[str, _Recipe] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -416,7 +416,7 @@ def _contents(files: WeightFiles, library: Any, part: TextPart | None) -> _Conte
         elif re.search(_OLD_TABLES, key) or (causal and causal.of(key)[0] in causal.state):
             found.useless.append(key)
         elif _is_ignored(key, name, library) or (part is not None and part.inner(name) is None):
-            found.ignored.append(key)  # the latter are of parts that the library lacks, and ignores with a warning
+            found.ignored.append(key)  # the last case: parts that the library lacks, and ignores with a warning
         else:
             unexpected.append(key)
     if unexpected:

@@ -51,9 +51,9 @@ TOLERANCE = 1e-4
 """Largest relative difference of loss and gradient norm."""
 
 ROUNDED_TOLERANCES = (0.05, 0.99)
-"""Those of loss and gradient norm (a factor of 100) between bf16 and fp32. Over 111 families losses differ by at most
-1.8 %, gradient norms by a factor of 2.4 (2.6 in the library's own attention), but by 6 if all layers are delta rules,
-whose random states amplify rounding."""
+"""Tolerances of loss and gradient norm (a factor of 100) between bf16 and fp32. Over 111 families losses differ by at
+most 1.8 %, gradient norms by a factor of 2.4 (2.6 in the library's own attention), but by 6 if all layers are delta
+rules, whose random states amplify rounding."""
 
 _OWN_ATTENTION = "its attention is code of its own, which the library's attention interface does not replace"
 _LENGTHS = (13, 22)
@@ -86,7 +86,7 @@ def check_supported(config: PreTrainedConfig, *, num_stages: int = 1, dtype: str
     exact = "float64" if dtype == "float64" else "float32"
     difference = _found(config, num_stages=stages, dtype=exact, remedy=remedy)
     if difference:
-        with contextlib.suppress(Exception):  # of families that compute in fp32 alone
+        with contextlib.suppress(Exception):  # for families that compute only in fp32
             difference = _difference(config, num_stages=stages, dtype="float64")
     if dtype == "bfloat16" and not difference:
         remedy += " or set model.dtype=float32"
@@ -118,7 +118,7 @@ Result = tuple[float, float]
 
 
 def _difference(config: PreTrainedConfig, *, num_stages: int, dtype: str) -> str:
-    """What differs between our results and the library's, or in bf16 our own in fp32; empty if nothing does."""
+    """Return how our results differ from the library's, or in bf16 from our own in fp32; empty if they agree."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a family that draws numbers in training is refused every time, or never
         tiny = narrowed(config, max(_NUM_LAYERS, num_stages))
@@ -137,7 +137,8 @@ def _difference(config: PreTrainedConfig, *, num_stages: int, dtype: str) -> str
 
 
 def _both_ways(config: PreTrainedConfig, *, num_stages: int, dtype: str) -> tuple[dict[str, Result], Result]:
-    """Our results by the way they were computed, and the library's, or in bf16 our own in fp32."""
+    """Return our results by the way they were computed, and the results to agree with: the library's, or in bf16 our
+    own in fp32."""
     # The library stores the choice of attention in the configuration, which its models share.
     own = copy.deepcopy(config)
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +171,7 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int, dtype: str) -> tupl
 def _by_library(
     config: PreTrainedConfig, ours: CausalLM, rows: Sequence[Tensor], *, example: "ImageExample | None", dtype: str
 ) -> Result:
-    """The library's results with our weights, one sequence at a time."""
+    """Return the library's results with our weights, one sequence at a time."""
     keywords = {"attn_implementation": "eager"} | keywords_of(config, dtype=dtype)
     theirs = make_library_model(config, **keywords).to(DTYPES[dtype]).train()
     theirs.load_state_dict(ours.model.state_dict())
@@ -184,7 +185,7 @@ def _by_library(
 
 
 def round_parameters(*models: nn.Module) -> None:
-    """Have parameters in bf16, as FSDP gathers them in a bf16 run, and buffers as they are."""
+    """Round parameters to bf16, as FSDP gathers them in a bf16 run; buffers stay as they are."""
     for model in models:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)

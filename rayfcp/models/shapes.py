@@ -142,7 +142,7 @@ class _Layer:
 
     @property
     def routes(self) -> bool:
-        """True if its parameters are of experts or of their router, stacked or not."""
+        """True if the parameters are of experts or of their router, stacked or not."""
         return any(_EXPERTS.search(name) for name in self._names)
 
     def profile(self) -> LayerProfile:

@@ -10,6 +10,7 @@ from rayfcp.plan.auto import ranked
 from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies.registry import AUTO, Proposal, get, slices
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values.counted import counted
 
 
 def plan_batch(
@@ -108,11 +109,7 @@ def _reason(microbatches: Sequence[MicrobatchPlan], *, why: str, gap: float) -> 
     degrees = [group.degree for microbatch in microbatches for group in microbatch.groups]
     spread = f"{min(degrees)}-{max(degrees)}" if min(degrees) < max(degrees) else f"{max(degrees)}"
     return (
-        f"{why[0].upper()}{why[1:]}: {_counted(len(microbatches), 'microbatch', 'es')}, "
-        f"{_counted(len(degrees), 'group', 's')} of degree {spread}, "
+        f"{why[0].upper()}{why[1:]}: {counted(len(microbatches), 'microbatch', plural='microbatches')}, "
+        f"{counted(len(degrees), 'group')} of degree {spread}, "
         f"{100 * max(gap - 1, 0):.1f} % above the lower bound."
     )
-
-
-def _counted(count: int, noun: str, plural: str) -> str:
-    return f"{count} {noun}{plural if count != 1 else ''}"

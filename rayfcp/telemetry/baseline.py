@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from rayfcp.telemetry.charts import Mark, over_steps
 from rayfcp.telemetry.page import Chart
-from rayfcp.telemetry.summary import counted, number, percent
+from rayfcp.telemetry.summary import number, percent
+from rayfcp.values.counted import counted
 
 Pair = tuple[float, float]
 """Values of one batch planned by the static strategy and by the run's own, on the same devices and costs."""

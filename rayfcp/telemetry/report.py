@@ -23,9 +23,10 @@ from rayfcp.telemetry.page import Chart, data_script, figure, html_page, table
 from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.telemetry.summary import RunSummary, counted, number, percent, prepared_text, seconds, summarize
+from rayfcp.telemetry.summary import RunSummary, number, percent, prepared_text, seconds, summarize
 from rayfcp.telemetry.trace import PREDICTED, timeline_chart
 from rayfcp.values import SourceReport, StepReport
+from rayfcp.values.counted import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.values import EvalResult, StepReport
+from rayfcp.values.counted import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +126,6 @@ def format_summary(summary: RunSummary, *, run_dir: str | Path) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
-
-
-def counted(count: int, noun: str, *, plural: str = "") -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "step"), counted(1200, "step"), counted(2, "recovery", plural="recoveries")
-    ('1 step', '1,200 steps', '2 recoveries')
-    """
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def number(value: float | None) -> str:

@@ -63,7 +63,7 @@ MAX_LOSS = 700.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """What a source of a mixture gave to a step. `loss`: mean over its targets, None if it has none, and of pairs."""
+    """A mixture's source in a step. `loss`: mean over its targets, None without targets and for pairs."""
 
     num_sequences: int
     num_tokens: int

@@ -45,11 +45,11 @@ _PADDING = (torch.tensor([0]), torch.tensor([0]), torch.tensor([IGNORED]))
 
 def sequences_of(batch: Mapping[str, Any]) -> list[TokenSequence]:
     """Return the sequences of a collated batch `[rows, tokens]`: the documents of its rows without padding, as
-    `rayfcp.data.masks` reads them. A document's first token is no target, nor are tokens that a mask keeps out of the
-    loss; `shift_labels` are taken as they are.
+    `rayfcp.data.masks` reads them. A document's first token is not a target, nor are tokens that a mask keeps out of
+    the loss; `shift_labels` are used as they are.
 
     Raises:
-        ValueError: There are no labels, inputs that would not reach the model, or masks that cannot be read.
+        ValueError: The batch has no labels, inputs that would not reach the model, or masks that cannot be read.
     """
     unknown = sorted(set(batch) - _READ - _DERIVED)
     if unknown:

@@ -187,10 +187,10 @@ def first_init(checkpoint: Path) -> str | None:
 
 
 def check_same_weights(checkpoint: Path, model: ModelConfig) -> None:
-    """Check that weights that are in no checkpoint, since they are not trained, come from where the run had them.
+    """Check that frozen weights, which no checkpoint holds, come from where the run that wrote it had them.
 
     Raises:
-        ConfigError: They would be read where they were drawn, or the other way round.
+        ConfigError: They were drawn at random and would now be read from files, or the other way round.
     """
     is_frozen, then = model.lora.rank is not None or model.freeze_vision, first_init(checkpoint)
     if is_frozen and then not in (None, model.init):

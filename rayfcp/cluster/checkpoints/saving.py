@@ -79,8 +79,8 @@ class Resume:
 
     def verify(self, worker_group: WorkerGroup) -> None:
         """Read all of its files, distributed over the workers; the next older checkpoint replaces a damaged one. Put
-        later checkpoints and steps aside if the run does not continue them; to be called before the step log opens.
-        Log which options of the optimizer are others than in the checkpoint."""
+        later checkpoints and steps aside if the run does not continue them; to be called before the step log opens. Log
+        the optimizer options that differ from the checkpoint's."""
         if self.source is not None:
             older = [each for each in self._own() if step_of(each) <= self.step]
             self._choose(_read_by(worker_group), candidates=[self._named] if self._named else older)

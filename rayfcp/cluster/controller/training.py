@@ -171,7 +171,7 @@ class Controller:
             self._tell_account(data)
         for line in data.evaluation_accounts():
             self._announce(line)
-        if config.data.streaming:  # what was read of it is known at the end
+        if config.data.streaming:  # its account is complete only at the end
             cleanup.callback(self._tell_account, data)
         bound = configured_bound(config, data.model)
         if bound is not None:

@@ -17,9 +17,9 @@ from rayfcp.cluster.doctor.facts import (
     size,
 )
 from rayfcp.cluster.recovery.room import COPY_BYTES, MEMORY_SHARE, copies_of_state
-from rayfcp.elastic.facts import counted
 from rayfcp.elastic.intervals import Intervals, LossRates, choose
 from rayfcp.elastic.lost_time import estimated_costs, lost_with_copies, lost_with_restarts
+from rayfcp.values.counted import counted
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
 
 LEAST_SHM_BYTES, LEAST_SHM_SHARE = 2 * GIB, 0.1

@@ -11,12 +11,13 @@ from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError
 from rayfcp.cluster.runtime import CallError, TaskFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.config import Config
-from rayfcp.elastic.facts import Cause, Failure, counted
+from rayfcp.elastic.facts import Cause, Failure
 from rayfcp.elastic.intervals import CopyCosts, Intervals, Loses, LossRates, choose, lost_per_hour
 from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import KeptStates, StateId
+from rayfcp.values.counted import counted
 from rayfcp.values.devices import AUTO, DEVICES
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Records of one input file, in order, whatever its format."""
+"""Read the records of one input file of any format, in order."""
 
 import csv
 import lzma

@@ -1,4 +1,4 @@
-"""Records, which all formats are read as."""
+"""Records: the common form of rows in files of all formats."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableColumns:
-    """What is read of files with columns.
+    """Choice of the columns to read of a file.
 
     Attributes:
         text: Column that stands for the whole of a text file or member.
@@ -52,7 +52,7 @@ Records = Iterator[Record | BadRow]
 
 
 def record_or_bad(file: InputFile, make: Callable[[], Record], *, row: int) -> Record | BadRow:
-    """Return the record that `make` gives, or its row as bad with the reason that it raises."""
+    """Return the record that `make` gives, or a bad row with the reason that `make` raises."""
     try:
         return make()
     except BadRowError as error:

@@ -17,9 +17,10 @@ from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
 
 _BUFFER_SIGNS = 1 << 20
-"""Characters of a JSON file that are decoded at a time."""
+"""Characters of a JSON file decoded at a time."""
 _TORN_SIGNS = 16
-"""An error of JSON this near to the end of a buffer may be that of a number, word or escape that continues."""
+"""Distance to the end of a buffer, in characters, within which a JSON error may mean that a number, word or escape
+continues in the next block."""
 _NO_NAMES: tuple[str, ...] = ()
 _BOM = b"\xef\xbb\xbf"
 
@@ -28,7 +29,7 @@ def text_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCo
     """Yield the whole file as one row.
 
     Raises:
-        UnreadableFileError: It begins with a row of JSON, and nobody said that it is text.
+        UnreadableFileError: It begins with a row of JSON, and `data.format` does not say that it is text.
     """
     content = handle.read()
     if file.is_guessed and is_json_line(content[:MAX_FIRST_LINE].partition(b"\n")[0] + b"\n"):
@@ -88,8 +89,8 @@ def _checked_object(values: Any) -> dict[str, Any]:
 
 
 def json_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
-    """Yield the rows of a JSON file, by its content: the objects of an array; those of lines, or one after the other in
-    any layout; a single object, or those of the one list in it. The single object is held in memory whole."""
+    """Yield the rows of a JSON file: the objects of an array, objects on lines or one after the other in any layout, a
+    single object, or the objects of the only list in it. A single object is held in memory whole."""
     lines = [handle.readline(MAX_FIRST_LINE)]
     while is_json_line(lines[0]) and (line := handle.readline()):
         lines.append(line)
@@ -115,8 +116,8 @@ def _decoded_record(value: Any, *, row: int, unread: tuple[str, ...]) -> Record:
 
 
 def _rows_within(value: Any, *, file: InputFile, columns: TableColumns) -> tuple[Iterator[Any], tuple[str, ...]]:
-    """Rows of a file that holds one value: itself if it has a column that is read, else those of the list in it. Also
-    the keys beside the list."""
+    """Return the rows of a file with one value, and the keys beside them: the value itself if it has a column to read,
+    otherwise the elements of its list."""
     if not isinstance(value, dict):
         return iter((value,)), ()
     try:
@@ -136,8 +137,8 @@ def _is_object(value: Any) -> bool:
 
 
 class _Decoder:
-    """Values of JSON text that comes in blocks, one after the other or as elements of one array; of an array no more
-    than an element and a block are in memory."""
+    """Decodes JSON text that comes in blocks: values one after the other, or the elements of one array. At most one
+    element and one block of an array are in memory."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         # A byte that is not UTF-8 becomes half of a surrogate pair, which makes its row bad and no other.
@@ -153,7 +154,7 @@ class _Decoder:
         """Yield the values.
 
         Raises:
-            ValueError: The text is no JSON from here on, or breaks off.
+            ValueError: The text from here on is not JSON, or breaks off.
         """
         if self.is_array and self._skip("]"):
             self._end()
@@ -171,7 +172,7 @@ class _Decoder:
             raise ValueError("more follows the end of its array")
 
     def _peek(self) -> str:
-        """The next character that is not white space; empty at the end."""
+        """Return the next character that is not white space; empty at the end."""
         while True:
             rest = self._text[self._at : self._at + 1]
             if rest and not rest.isspace():
@@ -201,7 +202,7 @@ class _Decoder:
                     return value
 
     def _more(self) -> bool:
-        """Read at least as much as there is, so that a long value is decoded few times."""
+        """Read at least as many characters as the buffer holds, so that a long value is decoded few times."""
         rest, added = self._text[self._at :], []
         size = 0
         for text in self._texts:
@@ -217,7 +218,7 @@ def table_records(
     handle: io.BufferedReader, file: InputFile, *, columns: TableColumns, delimiter: str = ","
 ) -> Records:
     """Yield the rows of a table with a header; values are texts, empty fields null."""
-    csv.field_size_limit(sys.maxsize)  # of the process: documents are longer than its default of 128 KiB
+    csv.field_size_limit(sys.maxsize)  # process-wide; documents exceed the default of 128 KiB
     text = io.TextIOWrapper(handle, encoding="utf-8-sig", errors="surrogateescape", newline="")
     lines = csv.reader(text, delimiter=delimiter, strict=True)
     header = next(lines, None)

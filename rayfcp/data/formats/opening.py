@@ -1,4 +1,4 @@
-"""Bytes of an input file, without its compression, and what their first ones say that it is."""
+"""Open input files decompressed, and check by their first bytes that they are what their names say."""
 
 import importlib
 import io
@@ -30,7 +30,7 @@ def opened(file: InputFile) -> Iterator[io.BufferedReader]:
     """Open the file at its start, decompressed.
 
     Raises:
-        UnreadableFileError: It is something else than its name says.
+        UnreadableFileError: It is not what its name says.
         ConfigError: A module that decompresses it is not installed.
     """
     fs, path = resolve(file.url)
@@ -44,7 +44,7 @@ def opened(file: InputFile) -> Iterator[io.BufferedReader]:
             return
         with io.BufferedReader(_decompressed(stored, codec)) as plain:
             _check_head(plain.peek(_HEAD_BYTES), file, is_coded=False)
-            is_sought = codec == "zstd" and file.format in ("parquet", "arrow")  # whose reader cannot go back
+            is_sought = codec == "zstd" and file.format in ("parquet", "arrow")  # zstd streams cannot seek
             yield io.BufferedReader(io.BytesIO(plain.read())) if is_sought else plain
 
 
@@ -66,7 +66,7 @@ def _check_head(head: bytes, file: InputFile, *, is_coded: bool) -> None:
     head = head[:_HEAD_BYTES]
     if head.startswith(_POINTER):
         raise UnreadableFileError.of(
-            file.url, "is a Git LFS pointer, not the data", remedy="run git lfs pull where it lies"
+            file.url, "is a Git LFS pointer, not the data", remedy="run git lfs pull in its repository"
         )
     if is_coded and not head:
         raise UnreadableFileError.of(file.url, "is empty, without even the header of its compression")

@@ -41,7 +41,7 @@ def _offset(group: Any) -> int:
 
 def arrow_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
     """Yield rows of an IPC file or stream."""
-    watched = _Watched(handle)
+    watched = _WatchedStream(handle)
     if handle.peek(6)[:6] == b"ARROW1":
         reader = pa.ipc.open_file(handle)
         batches = map(reader.get_batch, range(reader.num_record_batches))
@@ -53,12 +53,12 @@ def arrow_records(handle: io.BufferedReader, file: InputFile, *, columns: TableC
     for batch in batches:
         yield from _batch_records(batch.select(chosen), first=row, file=file, names=names)
         row += batch.num_rows
-    if watched.is_at_end:  # the library takes a stream that breaks off between two batches for one that ends there
+    if watched.is_at_end:  # pyarrow accepts a stream that is truncated between two batches
         raise EOFError("the stream breaks off: it has no mark of its end")
 
 
-class _Watched:
-    """A file that is read from its start; `is_at_end`: less came than was asked for."""
+class _WatchedStream:
+    """File that is read from its start. `is_at_end`: the last read returned less than was requested."""
 
     def __init__(self, handle: io.BufferedReader) -> None:
         self._handle, self.closed, self.is_at_end = handle, False, False
@@ -70,7 +70,7 @@ class _Watched:
 
 
 def _batch_records(batch: pa.RecordBatch, *, first: int, file: InputFile, names: Sequence[str]) -> Records:
-    """Yield rows of one record batch, numbered from `first`. `names`: of all columns of its table."""
+    """Yield rows of one record batch, numbered from `first`. `names` are all columns of its table."""
     read = batch.schema.names
     unread = tuple(name for name in dict.fromkeys(names) if name not in read)
     columns = [_as_bytes(column) for column in batch.columns]
@@ -82,7 +82,7 @@ def _batch_records(batch: pa.RecordBatch, *, first: int, file: InputFile, names:
     except pa.ArrowInvalid as error:
         if not _is_of_text(error):
             raise
-        is_valid = False  # text that is not UTF-8 within lists and objects is an error of its row alone: row by row
+        is_valid = False  # row by row, so that nested text that is not UTF-8 makes only its own row bad
     for at in range(batch.num_rows):
         values = dict(zip(read, columns if is_valid else [column.slice(at, 1) for column in columns], strict=True))
         place = at if is_valid else 0
@@ -112,7 +112,7 @@ def _is_of_text(error: pa.ArrowInvalid) -> bool:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """The column with text as bytes, whose encoding is checked row by row."""
+    """Return the text column as bytes, whose encoding is then checked row by row."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column.cast(_BINARY[column.type]) if column.type in _BINARY else column
@@ -130,8 +130,8 @@ _BINARY = {
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """The value, without the nulls that tables fill missing keys of objects with, which templates would print; an array
-    if it is a list of integers, or of lists of numbers of one length."""
+    """Return the value without the nulls that tables store for missing keys of objects, since templates would print
+    them. A list of integers, or of equally long lists of numbers, becomes an array."""
     kind = scalar.type
     values = scalar.values if _is_lists(kind) else None
     if values is None:

@@ -16,8 +16,9 @@ from rayfcp.data.sources import InputFile
 
 def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
     """Yield the rows of a WebDataset shard, a tar whose members of one row follow each other and share one name up to
-    the first dot of its last part: `txt` or `text` is its text, `json` an object of columns. Others are not read."""
-    watched: Any = _Watched(handle)
+    the first dot of its last part: `txt` or `text` is its text, `json` an object of columns. Other members are not
+    read."""
+    watched: Any = _WatchedArchive(handle)
     with tarfile.open(fileobj=watched, mode="r|") as tar:
         members = ((member.name.rpartition("/"), member) for member in tar if member.isfile())
         keyed = (
@@ -34,12 +35,12 @@ def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCol
             yield record_or_bad(
                 file, partial(_tar_record, found, row=row, text=columns.text, unread=tuple(unread)), row=row
             )
-    if watched.last.strip(b"\0"):  # the library takes a truncated archive for one that ends there
+    if watched.last.strip(b"\0"):  # tarfile accepts a truncated archive
         raise tarfile.ReadError("the archive breaks off: it has no blocks of zeros at its end")
 
 
-class _Watched:
-    """A file that is read from its start to its end; `last`: its last 512 bytes so far."""
+class _WatchedArchive:
+    """File that is read from its start to its end. `last` holds the last 512 bytes read so far."""
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._handle, self.last = handle, b""

@@ -150,9 +150,9 @@ class ImageIndex:
     def around_images(
         self, shard: int, ranges: RowRanges, *, long_rows: Integers, lengths: Any, max_seqlen: int, split: bool
     ) -> tuple[RowRanges, int]:
-        """Return `ranges`, with those of `long_rows` that have images computed anew so that no image or video is cut,
-        and the number of tokens that are lost because an item is longer than a sample may be: it and the rest of its
-        row, or the whole row if nothing of it is left. `lengths`: tokens by row."""
+        """Return `ranges`, recomputed for those of `long_rows` that have images so that no image or video is cut, and
+        the number of tokens lost because an item is longer than a sample may be: the item and the rest of its row, or
+        the whole row if nothing of it is left. `lengths`: tokens by row."""
         found: list[tuple[int, int, int]] = []
         again, num_lost = [], 0
         for row in long_rows.tolist():

@@ -26,7 +26,7 @@ Mark = Any
 """A point in time of one clock."""
 
 SLICE_ROWS = 4096
-"""Rows of a large matrix that are copied at a time: enough for one kernel launch, little memory."""
+"""Rows of a large matrix copied at a time: enough to amortise a kernel launch, little memory."""
 
 
 class Clock:

@@ -34,7 +34,7 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the head compares its rows with, all `[rows]`.
+    """Targets of the head, all `[rows]`.
 
     `words`: the ids that follow, -100 where that does not count. `terms`: memory that the head fills with the loss's
     terms, 0 where they do not count. `weights`: of the terms in what is differentiated; 1 if None. `rows`: the tokens
@@ -66,7 +66,7 @@ class Targets:
         return len(self.words)
 
     def split(self, num_rows: int) -> list["Targets"]:
-        """Views of `num_rows` rows each; the last one may have fewer."""
+        """Return views of `num_rows` rows each; the last one may have fewer."""
         return [self._part(start, start + num_rows) for start in range(0, len(self), num_rows)]
 
     def _part(self, start: int, stop: int) -> "Targets":
@@ -81,7 +81,7 @@ class Targets:
         )
 
     def by_token(self, num_tokens: int) -> Tensor:
-        """Terms `[num_tokens]`, 0 for tokens that the head did not run on."""
+        """Return the terms as `[num_tokens]`, 0 for tokens that the head did not run on."""
         if self.rows is None:
             return self.terms
         return self.terms.new_zeros(num_tokens).index_copy_(0, self.rows, self.terms)
@@ -106,8 +106,8 @@ class Loss(Protocol):
         ...
 
     def into_gradient(self, logits: Tensor, targets: Targets) -> Tensor:
-        """Return the same terms, and overwrite `logits` with the gradient of their sum, without the weights. Few rows
-        at a time, so that the copies of their logits are as large as one of all."""
+        """Return the same terms, and overwrite `logits` with the gradient of their sum, without the weights. Work on
+        few rows at a time, so that the copies of their logits together are as large as one copy of all."""
         few, found = -(-len(targets) // _COPIES), []
         for part, wanted in zip(logits.split(few), targets.split(few), strict=True):
             with torch.enable_grad():

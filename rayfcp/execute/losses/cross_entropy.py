@@ -1,7 +1,6 @@
 """Cross entropy with the token that follows: one function for training, evaluation and log-probabilities.
 
-`torch.nn.functional.cross_entropy` sums a row of fp32 one after the other on CPUs, and loses 1e-5 of it over 50,000
-words.
+`torch.nn.functional.cross_entropy` adds up a row sequentially in fp32 on CPUs, and loses 1e-5 of it over 50,000 words.
 """
 
 from typing import Any
@@ -26,7 +25,7 @@ class CrossEntropy(Loss):
 
 
 def cross_entropies(logits: Tensor, words: Tensor) -> Tensor:
-    """Cross entropies `[tokens]` of `logits`, `[tokens, words]`, in fp32 at least, 0 for a word of -100."""
+    """Return cross entropies `[tokens]` of `logits`, `[tokens, words]`, in fp32 at least, 0 for a word of -100."""
     return _CrossEntropies.apply(logits.to(wide(logits)), words)  # type: ignore[no-any-return, no-untyped-call]
 
 

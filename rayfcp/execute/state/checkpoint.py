@@ -49,7 +49,7 @@ Key = tuple[str, str]
 """Section of the state, and key in it."""
 
 _OPTIONS = "param_groups."
-"""Begin of the optimizer's keys that hold options of a parameter, such as its weight decay."""
+"""Prefix of the optimizer's keys for options of a parameter, such as its weight decay."""
 
 COMMON, METADATA = "__common_0.distcp", ".metadata"
 """Files besides those of shards: what is the same for all parameters, and the index of all files."""
@@ -151,7 +151,7 @@ def _tensor(dtype: str, sizes: tuple[int, ...], boxes: Iterable[Box]) -> TensorS
 def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup) -> None:
     """Fill a sharded model, and its optimizer unless that is None, from `folder`, written by any number of ranks;
     parameters that are not trained are in no checkpoint, and stay. One before the first update has no optimizer state,
-    and leaves none. Options of the optimizer's groups stay too: those in `folder` are of the run that wrote it.
+    and leaves none. Options of the optimizer's groups stay too, since `folder` has those of the run that wrote it.
 
     Raises:
         ValueError: the checkpoint is of another model.
@@ -177,9 +177,9 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | 
 
 
 def changed_options(folder: Path, *, step: int, config: TrainConfig) -> list[str]:
-    """Describe options of the optimizer that a checkpoint after `step` has otherwise than a run with `config`.
+    """Describe the optimizer options that differ between a checkpoint after `step` and a run with `config`.
 
-    Options of which only one of the two knows, as of another version of torch, are left out.
+    Options that only one of them has, e.g. from another version of torch, are left out.
     """
     changes: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)
     had: Counter[tuple[str, Any]] = Counter()
@@ -192,7 +192,7 @@ def changed_options(folder: Path, *, step: int, config: TrainConfig) -> list[str
                 changes[option, then, now[option]].append(name)
     found = []
     for (option, then, value), names in changes.items():
-        example = names[0].removeprefix("model.")  # as the library calls it
+        example = names[0].removeprefix("model.")  # its name in transformers
         some = "" if len(names) == had[option, then] else f" of {len(names)} parameters, such as {example}"
         found.append(f"{option} {_shown(then)} -> {_shown(value)}{some}")
     return found
@@ -203,7 +203,7 @@ def _shown(value: object) -> str:
 
 
 def _saved_options(folder: Path) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Number of dimensions and options of each parameter with optimizer state, by its name."""
+    """Return the number of dimensions and the options of each parameter with optimizer state, keyed by name."""
     index = dcp.FileSystemReader(folder).read_metadata()
     places = {key.fqn: place for key, place in index.storage_data.items()}
     read = functools.cache(functools.partial(_read_object, folder))  # few distinct values, each of which is stored once
