@@ -43,8 +43,7 @@ GIB = 1 << 30
 
 KINDS = (
     ("execute/attention/slots.py", "Buffers.take", "messages"),
-    ("models/causal_lm.py", "_HeadLoss", "loss"),
-    ("models/causal_lm.py", "_scaled", "loss"),
+    ("models/head.py", "", "loss"),
     ("execute/attention/", "", "attention"),
     ("_fsdp_param_group.py", "FSDPParamGroup.post_backward", "gradients"),
     ("_fsdp_param_group.py", "FSDPParamGroup.unshard", "gathered parameters"),

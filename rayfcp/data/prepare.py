@@ -177,8 +177,6 @@ def _already_prepared(data: DataConfig) -> PreparedManifest | None:
 def _prepare(
     data: DataConfig, *, found: Discovery, out_dir: str, on_ray: bool, progress: ProgressCall | None
 ) -> PreparedManifest:
-    if data.format == "prepared":
-        raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
     fingerprint = fingerprint_of(data, files=found.files)
     folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):

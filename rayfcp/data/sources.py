@@ -132,9 +132,11 @@ def discover(data: DataConfig) -> Discovery:
     Linked folders and files are read once, under their own name if that is in `data.paths` as well.
 
     Raises:
-        ConfigError: A path is missing, a link leads nowhere, a named file has a format that is not read, or no file is
-            left.
+        ConfigError: A path is missing, a link leads nowhere, a named file has a format that is not read, no file is
+            left, or the data are prepared already.
     """
+    if data.format == "prepared":
+        raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
     search = _Search(data)
     for path in data.paths:
         search.add(path)

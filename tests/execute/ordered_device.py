@@ -377,6 +377,9 @@ class OrderedBackend(CudaBackend):
     def kernels(self, *, sm_margin: int) -> Iterator[CudaKernel]:
         yield CudaKernel(half=TorchFlashKernel(), single=CutlassKernel())
 
+    def add_product(self, total: Tensor, *, left: Tensor, right: Tensor) -> None:
+        total.addmm_(left.to(total), right.to(total))
+
     def allocate_host(self, num_bytes: int) -> "np.ndarray[Any, Any]":
         """Registered memory: nobody waits when it is freed."""
         buffer, found = np.empty(num_bytes, np.uint8), here()

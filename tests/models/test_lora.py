@@ -29,7 +29,7 @@ from rayfcp.models.library import MARK as LORA
 from rayfcp.models.library import library_name, make_library_model, narrowed, vision_family
 from rayfcp.models.lora import inject
 from rayfcp.models.pretrained import library_on_meta
-from rayfcp.models.selfcheck import _packed
+from rayfcp.models.selfcheck import packed_loss
 from rayfcp.models.stages import stages_of
 from tests.execute.cases import CASES
 from tests.models import recurrent
@@ -94,7 +94,7 @@ def test_stages_are_the_whole_model(which: str) -> None:
         for stage in stages:
             stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
             assert stage.shared_matrix is None
-        loss = _packed(stages, rows, layer_kinds=())
+        loss = packed_loss(stages, rows, layer_kinds=())
         loss.backward()
         losses.append(float(loss.detach()))
         gradients.append({name: each.grad for stage in stages for name, each in stage.named_parameters()})
@@ -272,7 +272,7 @@ def test_beside_a_vision_encoder(family: str, dora: bool) -> None:
     record = vision_family(config)
     assert record is not None
     rows, example = rows_of((13, 22)), record.example(config, torch.Generator().manual_seed(0))
-    loss = _packed([ours], rows, layer_kinds=(), example=example)
+    loss = packed_loss([ours], rows, layer_kinds=(), example=example)
     loss.backward()
     wanted = torch.zeros(())
     for given in [{"input_ids": row[None]} for row in rows] + [example.library_inputs]:

@@ -136,15 +136,8 @@ def _in_triton(name: str) -> Any | None:
     return module if module.agrees("cuda") else None
 
 
-@functools.cache
-def _adds_to_fp32() -> bool:
-    """True if a product of bf16 can be added to fp32, which torch allows from 2.10 on (pytorch/pytorch#167931)."""
-    total, factor = torch.zeros(16, 16, device="cuda"), torch.eye(16, dtype=torch.bfloat16, device="cuda")
-    try:
-        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
-    except RuntimeError:
-        return False
-    return True
+_ADDS_TO_FP32 = torch.__version__ >= "2.10"
+"""True if a product of bf16 can be added to fp32 (pytorch/pytorch#167931)."""
 
 
 def _runtime() -> Any:
@@ -196,7 +189,7 @@ class CudaBackend(DeviceBackend):
         right, wide = right.to(left), total.dtype
         if left.dtype is wide:
             total.addmm_(left, right)
-        elif _adds_to_fp32():
+        elif _ADDS_TO_FP32:
             torch.addmm(total, left, right, out_dtype=wide, out=total)
         else:
             for rows, own in zip(total.split(SLICE_ROWS), left.split(SLICE_ROWS), strict=True):
