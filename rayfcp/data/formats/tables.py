@@ -41,7 +41,7 @@ def _offset(group: Any) -> int:
 
 def arrow_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
     """Yield rows of an IPC file or stream."""
-    watched = _Watched(handle)
+    watched = _WatchedStream(handle)
     if handle.peek(6)[:6] == b"ARROW1":
         reader = pa.ipc.open_file(handle)
         batches = map(reader.get_batch, range(reader.num_record_batches))
@@ -57,8 +57,8 @@ def arrow_records(handle: io.BufferedReader, file: InputFile, *, columns: TableC
         raise EOFError("the stream breaks off: it has no mark of its end")
 
 
-class _Watched:
-    """File that is read from its start. `is_at_end` is set once a read returns less than was requested."""
+class _WatchedStream:
+    """File that is read from its start. `is_at_end`: the last read returned less than was requested."""
 
     def __init__(self, handle: io.BufferedReader) -> None:
         self._handle, self.closed, self.is_at_end = handle, False, False

@@ -18,7 +18,7 @@ def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCol
     """Yield the rows of a WebDataset shard, a tar whose members of one row follow each other and share one name up to
     the first dot of its last part: `txt` or `text` is its text, `json` an object of columns. Other members are not
     read."""
-    watched: Any = _Watched(handle)
+    watched: Any = _WatchedArchive(handle)
     with tarfile.open(fileobj=watched, mode="r|") as tar:
         members = ((member.name.rpartition("/"), member) for member in tar if member.isfile())
         keyed = (
@@ -39,7 +39,7 @@ def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCol
         raise tarfile.ReadError("the archive breaks off: it has no blocks of zeros at its end")
 
 
-class _Watched:
+class _WatchedArchive:
     """File that is read from its start to its end. `last` holds the last 512 bytes read so far."""
 
     def __init__(self, handle: IO[bytes]) -> None:
