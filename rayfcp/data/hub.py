@@ -61,7 +61,7 @@ def _hub_problem(name: str) -> str:
     except GatedRepoError:
         return "the hub asks to accept its terms first (then log in: hf auth login)"
     except RepositoryNotFoundError:
-        return "the hub has none of this name that you may see (for private ones: hf auth login)"
+        return "the hub has no repository of this name that you can access (private ones need hf auth login)"
     except HfHubHTTPError:  # an answer, e.g. that the file is missing: the library reports it with more context
         return ""
     except Exception as error:  # no network, offline mode, or no valid name

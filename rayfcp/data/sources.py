@@ -29,6 +29,7 @@ from rayfcp.data.kinds import (
 from rayfcp.data.manifest import is_local, join, name_of, resolve
 from rayfcp.data.rows import printable
 from rayfcp.data.storage import is_of_storage, is_transient, retried
+from rayfcp.values.counted import counted
 
 SPLIT_BYTES = 16 << 20
 """Small files together up to this: enough work to amortise a task."""
@@ -117,8 +118,8 @@ class Discovery:
         if not held_out:
             return None
         return printable(
-            f"{len(held_out)} files beside those of a split train look held out, e.g. {held_out[0]}; they are read; "
-            "leave them out with data.exclude"
+            f"{counted(len(held_out), 'file')} beside those of a split train look held out, e.g. {held_out[0]}; they "
+            "are read; leave them out with data.exclude"
         )
 
 

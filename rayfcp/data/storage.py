@@ -11,6 +11,7 @@ import fsspec
 from rayfcp.config import ConfigError
 from rayfcp.data.manifest import is_local
 from rayfcp.data.rows import printable
+from rayfcp.values.counted import counted
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def check_unreadable(urls: Collection[str], *, max_unreadable_files: int) -> Non
     Raises:
         ConfigError: There are more than `max_unreadable_files`.
     """
-    first = f"{len(urls)} files cannot be read, e.g. {printable(min(urls, default=''))}"
+    first = f"{counted(len(urls), 'file')} cannot be read, e.g. {printable(min(urls, default=''))}"
     if len(urls) > max_unreadable_files:
         raise ConfigError(
             f"{first}; data.max_unreadable_files allows {max_unreadable_files}; repair or exclude them, or raise "

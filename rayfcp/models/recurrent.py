@@ -25,10 +25,10 @@ _TOKENWISE = ("mlp", "moe")
 class RecurrentFamily:
     """A family with recurrent layers.
 
-    `width`: key of its configuration for the width of causal convolutions; without one it has none. `num_outputs`: a
-    layer returns a tuple of so many; 0 for activations alone. `fp32_residual`: key of its configuration by which
-    activations between layers are in fp32 in a model of any dtype. `narrow`: keys of a narrowed configuration, which
-    has its hidden size, and their values.
+    `width`: key of its configuration for the width of causal convolutions; without one it has none. `num_outputs`:
+    length of the tuple that a layer returns; 0 for activations alone. `fp32_residual`: key of its configuration by
+    which activations between layers are in fp32 in a model of any dtype. `narrow`: keys of a narrowed configuration,
+    which has its hidden size, and their values.
     """
 
     width: str | None

@@ -209,7 +209,7 @@ def test_splits_that_look_held_out_are_named(tmp_path: Path, found: list[str], h
         (tmp_path / name).write_text("x")
     line = discover(data_config(tmp_path)).held_out_line()
     assert (line is None) == (held_out is None)
-    assert line is None or f"1 files beside those of a split train look held out, e.g. {tmp_path / held_out};" in line
+    assert line is None or f"1 file beside those of a split train look held out, e.g. {tmp_path / held_out};" in line
 
 
 def test_paths_into_archives_are_refused(tmp_path: Path) -> None:

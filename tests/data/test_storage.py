@@ -253,8 +253,8 @@ def test_unreadable_files_stop_or_are_counted(tmp_path: Path, caplog: pytest.Log
     made = prepare_local(some, out_dir=str(tmp_path / "out"))
     assert [[*text.encode(), EOS] for text in "abcdf"] == [tokens for tokens, _ in stored_rows(made)]
     assert made.account.unreadable_files == {str(tmp_path / "in" / "b.json"): 1}
-    assert f"1 files cannot be read, e.g. {tmp_path}/in/b.json" in caplog.text
-    with pytest.raises(ConfigError, match=r"1 files cannot be read, .* allows 0"):  # of a folder that is complete
+    assert f"1 file cannot be read, e.g. {tmp_path}/in/b.json" in caplog.text
+    with pytest.raises(ConfigError, match=r"1 file cannot be read, .* allows 0"):  # of a folder that is complete
         prepare_local(data, out_dir=str(tmp_path / "out"))
 
 

@@ -66,7 +66,7 @@ def _check_head(head: bytes, file: InputFile, *, is_coded: bool) -> None:
     head = head[:_HEAD_BYTES]
     if head.startswith(_POINTER):
         raise UnreadableFileError.of(
-            file.url, "is a Git LFS pointer, not the data", remedy="run git lfs pull where it lies"
+            file.url, "is a Git LFS pointer, not the data", remedy="run git lfs pull in its repository"
         )
     if is_coded and not head:
         raise UnreadableFileError.of(file.url, "is empty, without even the header of its compression")
