@@ -84,7 +84,7 @@ class Balance:
         return {reason: count for reason, count in self.skipped.items() if reason in reasons}
 
     def check_bad_rows(self, *, named: Sequence[BadRow], max_bad_fraction: float) -> None:
-        """Check that few enough rows are bad, of which `named` are the first.
+        """Check that few enough rows are bad; `named` are the first bad rows.
 
         Raises:
             ConfigError: More than `max_bad_fraction` of the rows are bad.

@@ -122,8 +122,8 @@ class LengthIndex:
         return self._balance(self.manifest.parts[source], self._balances[start:stop])
 
     def lines(self, *, path: Path | None = None) -> list[str]:
-        """Return the account in lines: of all data and of each source of a mixture, then the first bad rows, of which
-        more are in the file `path`, and what is ignored."""
+        """Return the account in lines: of all data and of each source of a mixture, then the first bad rows
+        (`path` has more of them), and what is ignored."""
         balances = [("account", self.balance)]
         balances += [(f"account of source {name}", self.balance_of(name)) for name in self.sources]
         lines = [line for title, balance in balances for line in balance.lines(title)]
@@ -131,7 +131,7 @@ class LengthIndex:
         return [*lines, *skipped_lines(self.named_bad_rows, path=path), *ignored, *self.manifest.account.lines()]
 
     def check_targets(self, name: str) -> None:
-        """Check that the data called `name`, and each of its sources, trains something.
+        """Check that the data called `name`, and each of its sources, has targets.
 
         Raises:
             ConfigError: There is no target.

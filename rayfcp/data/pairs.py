@@ -82,13 +82,11 @@ def _answer(record: Mapping[str, Any], name: str) -> str | list[Any]:
 
 
 def _conversations(record: Mapping[str, Any], answers: Sequence[str | list[Any]]) -> list[tuple[list[Any], list[Any]]]:
-    """Return the messages of the prompt, and of each answer to it. Conversations that do not begin with the assistant
-    contain their prompt; a prompt beside them must repeat it, except for a system message of its own. A text beside
-    messages becomes a message: as a prompt of the user, as an answer of the assistant.
+    """Return the messages of the prompt, and of each answer to it.
 
-    Conversations that do not begin with the assistant have their prompt in them, and a prompt beside them must repeat
-    it, but for a system message of its own. A text beside messages is a message: the user's as a prompt, the
-    assistant's as an answer.
+    Conversations that do not begin with the assistant contain their prompt; a prompt beside them must repeat it, except
+    for a system message of its own. A text beside messages becomes a message: as a prompt of the user, as an answer of
+    the assistant.
 
     Raises:
         BadRowError: There is no prompt, or two that differ.

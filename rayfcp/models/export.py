@@ -61,10 +61,10 @@ def export_checkpoint(
     merge: bool = False,
     log: Log = lambda _: None,
 ) -> None:
-    """Write a model that the library opens: weights (safetensors, in `model.dtype`), those of `model.path` that were
-    not trained included, configurations, and the files beside them (`export_files`); of a run with adapters these
-    alone, in PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is
-    changed or left out. Needs memory for one file and one layer, but for the whole model where parameters that were not
+    """Write a model that the library opens: weights (safetensors, in `model.dtype`), including those of `model.path`
+    that were not trained, configurations, and the files beside them (`export_files`). A run with adapters exports only
+    these, in PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is
+    changed or left out. Needs memory for one file and one layer, or for the whole model if parameters that were not
     trained are written.
 
     Raises:

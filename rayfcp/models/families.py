@@ -1,4 +1,4 @@
-"""Which families of the installed transformers library run:
+"""List the families of the installed transformers library that run:
 `python -m rayfcp.models.families [--dtype bfloat16] [--json PATH] [FAMILY]`.
 
 Each family's default configuration, with dropout set to 0, passes what a run checks before its first step; a tiny model

@@ -177,10 +177,9 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | 
 
 
 def changed_options(folder: Path, *, step: int, config: TrainConfig) -> list[str]:
-    """Describe the optimizer options that differ between a checkpoint after `step` and a run with `config`. Options
-    that only one of them has, e.g. from another version of torch, are left out.
+    """Describe the optimizer options that differ between a checkpoint after `step` and a run with `config`.
 
-    Options of which only one of the two knows, as of another version of torch, are left out.
+    Options that only one of them has, e.g. from another version of torch, are left out.
     """
     changes: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)
     had: Counter[tuple[str, Any]] = Counter()
