@@ -174,6 +174,8 @@ def test_a_single_object_is_one_row(tmp_path: Path) -> None:
         ('[{"text": "a"}, 3, [1], null]', [{"text": "a"}, "wrong_type@1", "wrong_type@2", "wrong_type@3"]),
         ("null", ["wrong_type@0"]),
         ('{"text": "a"}\n{"text": \n{"text": "b"}\n', [{"text": "a"}, "bad_json@1", {"text": "b"}]),
+        ('{"text": "a"}\n{"text": "b", "text": "c"}\n', [{"text": "a"}, "bad_json@1"]),
+        ('{"text": "a"}\n{"text": "b", "x": [{"y": 1, "z": 1, "y": 1}]}\n', [{"text": "a"}, "bad_json@1"]),
     ],
 )
 def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]) -> None:
@@ -190,6 +192,7 @@ def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]
         ("a.json", b"[" * 100_000, "recursion"),
         ("a.json", b'{"train": [{"a": 1}], "test": [{"a": 1}]}', "holds 2 lists of rows .train, test., must hold one"),
         ("a.json", b" \n", "is empty"),
+        ("a.json", b'[{"text": "a"}, {"text": "b", "text": "c"}]', "key 'text' occurs twice in an object"),
         ("a.json", b'{"text": {"0": "a", "1": "b"}}', "holds one object of whole columns, must hold rows"),
         ("a.json", b'{"text": ["a", "b"], "id": [0, 1]}', "holds one object of whole columns, must hold rows"),
         ("a.json", b'{"prompt": ["a"], "completion": ["b"]}', "holds one object of whole columns"),

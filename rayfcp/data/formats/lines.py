@@ -91,10 +91,21 @@ def json_object(data: bytes) -> dict[str, Any]:
         BadRowError: It holds none.
     """
     try:
-        values = json.loads(checked_text(data.strip(), name="the line").removeprefix("\ufeff"))
+        values = _JSON.decode(checked_text(data.strip(), name="the line").removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         raise BadRowError(BadReason.BAD_JSON, error, num_rows=max(_num_values(data), 1)) from error
     return _checked_object(values)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        name = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise ValueError(f"key {name!r} occurs twice in an object")
+    return values
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _num_values(data: bytes) -> int:
@@ -181,7 +192,7 @@ class _Decoder:
         ended = (decoder.decode(block, not block) for block in chain(blocks, (b"",)))
         self._texts = ended
         self._text, self._at = "", 0
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = _JSON.raw_decode
         self._skip("\ufeff")
         self.is_array = self._skip("[")
 
