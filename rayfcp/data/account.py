@@ -44,7 +44,8 @@ class ReadAccount:
             found.append(printable(f"unreadable files: {', '.join(files)}"))
         if names := sorted(self.ignored_columns):
             more = f" and {len(names) - SHOWN_COLUMNS:,} more" if len(names) > SHOWN_COLUMNS else ""
-            found.append(printable(f"ignored columns: {', '.join(names[:SHOWN_COLUMNS])}{more}"))
+            shown = ", ".join(name or "(no name)" for name in names[:SHOWN_COLUMNS])
+            found.append(printable(f"ignored columns: {shown}{more}"))
         for template, count in self.without_end.items():
             found.append(
                 f"{counted(count, 'trained turn')} without an end token at the end, by chat template {template}: the "

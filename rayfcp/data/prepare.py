@@ -186,7 +186,8 @@ def _prepare(
         raise ConfigError(
             f"{folder} already holds other prepared data; give another folder, or delete its {MANIFEST_NAME}"
         )
-    if manifest is not None:
+    # What could not be read, and may not be missing now, is tried again: the cause may be gone.
+    if manifest is not None and len(manifest.account.unreadable_files) <= data.max_unreadable_files:
         _check_bad(manifest, data)
         return manifest
     work = partial(prepare_split, data=data, out_dir=folder, fingerprint=fingerprint)

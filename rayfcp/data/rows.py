@@ -72,17 +72,18 @@ _DETAIL_LENGTH = 240
 
 class BadRowError(Exception):
     """A row cannot be used. Carries reason and detail (a text, or the error that occurred, cut to one line) to the
-    caller that knows the row's file and number."""
+    caller that knows the row's file and number. `num_rows`: rows that are lost with it, itself included."""
 
-    def __init__(self, reason: BadReason, detail: str | Exception = "") -> None:
+    def __init__(self, reason: BadReason, detail: str | Exception = "", *, num_rows: int = 1) -> None:
         super().__init__(reason, detail)
         if isinstance(detail, Exception):
             detail = str(detail) or type(detail).__name__
+        self.num_rows = num_rows
         self.reason, self.detail = reason, printable(" ".join(detail.split()))[:_DETAIL_LENGTH]
 
     def at(self, url: str, *, row: int) -> "BadRow":
         """Return the skipped row of the file at `url`."""
-        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail)
+        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail, num_rows=self.num_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,11 @@ import json
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape, has_magic
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def discover(data: DataConfig) -> Discovery:
 
     Inside folders: files that match `data.include` (by default those with an extension of data, or for a declared
     format with its usual ones) and no component of which matches `data.exclude`, except hidden names and `__pycache__`.
+    A pattern among the paths gives all that it matches, except such names and excluded ones below its fixed part.
     A folder written by `datasets.save_to_disk` has the files that its state names; of its splits `train` is read.
     Linked folders and files are read once, under their own name if that is in `data.paths` as well.
 
@@ -154,8 +156,7 @@ def would_be_read(folder: str, data: DataConfig) -> bool:
     """True if `discover` could find a file in `folder` the next time."""
     for path in data.paths:
         root = name_of(*resolve(path)).rstrip("/") + "/"
-        below = folder.removeprefix(root).split("/")
-        if folder.startswith(root) and not any(_matches(name, (*_NEVER_READ, *data.exclude)) for name in below):
+        if folder.startswith(root) and not _is_left_out(folder.removeprefix(root).split("/"), data.exclude):
             return True
     return False
 
@@ -219,7 +220,7 @@ class _Search:
                 problem = "matches no file" if has_magic(root) else "does not exist"
                 raise ConfigError(f"data.paths has {path!r}, which {problem}; give a file, folder or pattern that does")
             self._entered.clear()
-            for entry in entries:
+            for entry in _kept(entries, root=root, exclude=self._data.exclude):
                 self._add_named(fs, entry)
             while self._links:
                 linked, folder, below = self._links.popleft()
@@ -254,10 +255,10 @@ class _Search:
         entries = {name: entry for name, entry in entries.items() if entry["name"].rstrip("/") != folder.rstrip("/")}
         wanted = _wanted_names(fs, folder, names=entries, choose_split=not self._data.include)
         for name, listed_entry in sorted(entries.items()):
-            if _matches(name, self._data.exclude):
+            if _selects(self._data.exclude, name, below=below):
                 continue
             own = f"{real}/{name}"
-            if (wanted is not None and name not in wanted) or _matches(name, _NEVER_READ):
+            if (wanted is not None and name not in wanted) or _selects(_NEVER_READ, name):
                 if wanted is not None or not self._data.include:
                     self._ignore(fs, listed_entry, real=own)
                 continue
@@ -268,7 +269,7 @@ class _Search:
                 self._add_folder(fs, entry["name"], below=f"{below}{name}/")
             elif entry["type"] == "file" and _is_included(name, below, self._data):
                 self._add_file(fs, entry, real=os.path.realpath(own) if listed_entry.get("islink") else own)
-            elif not self._data.include or _is_asked_for(name, below, self._data.include):
+            elif not self._data.include or _selects(self._data.include, name, below=below):
                 self._ignore(fs, entry, real=own)
 
     def _add_file(self, fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, real: str) -> None:
@@ -321,7 +322,7 @@ def _is_included(name: str, below: str, data: DataConfig) -> bool:
     if is_binary(name) and data.format in ("auto", "text"):
         return False
     if data.include:
-        return _is_asked_for(name, below, data.include)
+        return _selects(data.include, name, below=below)
     if data.format == "text":
         return True
     kind = kind_of(name)
@@ -330,8 +331,30 @@ def _is_included(name: str, below: str, data: DataConfig) -> bool:
     return kind == data.format or (data.format in ("jsonl", "json") and kind in ("jsonl", "json"))
 
 
-def _is_asked_for(name: str, below: str, include: Collection[str]) -> bool:
-    return any(fnmatchcase(below + name if "/" in pattern else name, pattern) for pattern in include)
+def _selects(patterns: Collection[str], name: str, *, below: str = "") -> bool:
+    """True if a pattern fits the name, or, if it has a slash, the path from the configured folder, `below` and name."""
+    for pattern in (each.removeprefix("./").rstrip("/") for each in patterns):
+        path = f"{'/' * pattern.startswith('**/')}{below}{name}" if "/" in pattern else name
+        if fnmatchcase(path, pattern):
+            return True
+    return False
+
+
+def _is_left_out(parts: Sequence[str], patterns: Collection[str]) -> bool:
+    """True if a folder or file on the path with these parts is never read, or is among the patterns."""
+    paths = accumulate((f"{part}/" for part in parts), initial="")
+    return any(
+        _selects((*_NEVER_READ, *patterns), part, below=below) for part, below in zip(parts, paths, strict=False)
+    )
+
+
+def _kept(entries: list[dict[str, Any]], *, root: str, exclude: Collection[str]) -> list[dict[str, Any]]:
+    """The entries without those that are hidden or excluded below the folder at which the pattern `root` begins."""
+    pattern = root.strip("/").split("/")
+    depth = next((at for at, part in enumerate(pattern) if has_magic(part)), len(pattern))
+    if any(part.startswith(".") for part in pattern[depth:]):  # asked for
+        return entries
+    return [each for each in entries if not _is_left_out(each["name"].strip("/").split("/")[depth:], exclude)]
 
 
 def _wanted_names(
@@ -371,10 +394,6 @@ def _wanted_names(
         f"data.paths has {printable(folder)!r}, saved by datasets, with splits {', '.join(splits)}, must name one; "
         f"e.g. {printable(join(folder, splits[0]))}"
     )
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _input_file(fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, declared: str) -> InputFile:

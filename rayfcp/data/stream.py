@@ -70,13 +70,18 @@ class Stream:
     file_lines: tuple[str, ...] = ()
 
     def prepare(self, split: int, *, data: DataConfig) -> None:
-        """Tokenise a split, unless its shards are there."""
-        if self.manifest(split) is None:
+        """Tokenise a split, unless it is prepared."""
+        if not self.is_prepared(split, data=data):
             work = partial(prepare_split, data=data, out_dir=self.folder, fingerprint=self.fingerprint)
             result = work(self.splits[split])
             fs, path = resolve(self._result_url(split))
             with whole_file(fs, path) as file:
                 file.write(to_json(_RESULT, result))
+
+    def is_prepared(self, split: int, *, data: DataConfig) -> bool:
+        """True if the split is there as a whole; files that could not be read count if `data` allows any."""
+        manifest = self.manifest(split)
+        return manifest is not None and (data.max_unreadable_files > 0 or not manifest.account.unreadable_files)
 
     def manifest(self, split: int) -> PreparedManifest | None:
         """The split as prepared data of its own; None if it is not there as a whole."""
@@ -296,7 +301,7 @@ class StreamSampler(Sampler):
             return
         self._asked.add(window)
         for split in self._splits(window):
-            if split not in self._waiters and self._stream.manifest(split) is None:
+            if split not in self._waiters and not self._stream.is_prepared(split, data=self._data):
                 self._waiters[split] = self._request(split)
 
     def _open(self, window: int) -> list[LengthIndex | None]:

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from rayfcp.config import ConfigError
 from rayfcp.data.formats import Record, TableColumns, lines, read_records
 from rayfcp.data.readers import RowColumns
+from rayfcp.data.rows import BadRow
 from rayfcp.data.sources import discover
 from rayfcp.data.storage import UnreadableFileError
 from tests.data.makers import data_config, few_examples, write_rows
@@ -57,6 +59,16 @@ def as_arrow(rows: list[dict[str, Any]], new: Callable[..., Any]) -> bytes:
     table = pa.Table.from_pylist(rows)
     with new(out, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
+    return out.getvalue()
+
+
+def as_tar(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
     return out.getvalue()
 
 
@@ -122,6 +134,32 @@ def test_the_declared_format_is_not_doubted(tmp_path: Path, form: str) -> None:
     assert len(records) == (1 if form == "text" else len(ROWS))
 
 
+def test_endings_in_an_archive(tmp_path: Path) -> None:
+    """In any case; files with attributes, as macOS puts them beside others, belong to the row."""
+    members = {"._a.TXT": b"x", "a.TXT": b"one", "._a.JSON": b"x", "a.JSON": b'{"id": 1}', "b.Json": b'{"text": "two"}'}
+    (tmp_path / "a.tar").write_bytes(as_tar(members))
+    columns = RowColumns(text="text")
+    (file,) = discover(data_config(tmp_path)).files
+    first, second = read_records(file, TableColumns(text="text", choose=columns.choose))
+    assert isinstance(first, Record)
+    assert isinstance(second, Record)
+    assert (first.values, first.unread) == ({"id": 1, "text": b"one"}, ("._TXT", "._JSON"))
+    assert (second.values, second.unread) == ({"text": "two"}, ())
+
+
+@pytest.mark.parametrize("between", ["", " ", "\r", ",\r"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_rows_of_which_line_ends_are_lost_are_all_counted(tmp_path: Path, between: str, name: str) -> None:
+    line = between.join(map(json.dumps, ROWS)).encode() + b"\n"
+    (tmp_path / name).write_bytes((gzip.compress if name.endswith("gz") else bytes)(as_lines(ROWS) + line))
+    columns = RowColumns(text="text")
+    (file,) = discover(data_config(tmp_path)).files
+    *good, bad = read_records(file, TableColumns(text="text", choose=columns.choose))
+    assert len(good) == len(ROWS)
+    assert isinstance(bad, BadRow)
+    assert (bad.row, bad.reason, bad.num_rows) == (3, "bad_json", 1 if "," in between else len(ROWS))
+
+
 def test_a_single_object_is_one_row(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
     for name, value in {"a.json": ROWS[0], "b.json": chat}.items():
@@ -136,6 +174,8 @@ def test_a_single_object_is_one_row(tmp_path: Path) -> None:
         ('[{"text": "a"}, 3, [1], null]', [{"text": "a"}, "wrong_type@1", "wrong_type@2", "wrong_type@3"]),
         ("null", ["wrong_type@0"]),
         ('{"text": "a"}\n{"text": \n{"text": "b"}\n', [{"text": "a"}, "bad_json@1", {"text": "b"}]),
+        ('{"text": "a"}\n{"text": "b", "text": "c"}\n', [{"text": "a"}, "bad_json@1"]),
+        ('{"text": "a"}\n{"text": "b", "x": [{"y": 1, "z": 1, "y": 1}]}\n', [{"text": "a"}, "bad_json@1"]),
     ],
 )
 def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]) -> None:
@@ -152,6 +192,27 @@ def test_rows_of_json_that_are_bad(tmp_path: Path, content: str, want: list[Any]
         ("a.json", b"[" * 100_000, "recursion"),
         ("a.json", b'{"train": [{"a": 1}], "test": [{"a": 1}]}', "holds 2 lists of rows .train, test., must hold one"),
         ("a.json", b" \n", "is empty"),
+        ("a.json", b'[{"text": "a"}, {"text": "b", "text": "c"}]', "key 'text' occurs twice in an object"),
+        ("a.json", b'{"text": {"0": "a", "1": "b"}}', "holds one object of whole columns, must hold rows"),
+        ("a.json", b'{"text": ["a", "b"], "id": [0, 1]}', "holds one object of whole columns, must hold rows"),
+        ("a.json", b'{"prompt": ["a"], "completion": ["b"]}', "holds one object of whole columns"),
+        ("a.json", b'{"0": {"text": "a"}, "1": {"text": "b"}}', "holds one object, which has columns 0, 1, neither"),
+        ("a.json", b'{"data": {"rows": [{"text": "a"}]}}', "holds one object, which has columns data, neither"),
+        ("a.json", b'{"columns": ["text"], "data": [["a"]]}\n', "holds one object, which has columns columns, data"),
+        (
+            "a.jsonl",
+            json.dumps(ROWS).encode(),
+            "holds an array of JSON, must hold an object in each line; name it .json",
+        ),
+        ("a.jsonl", b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2).encode(), "holds an array of JSON"),
+        ("a.tar", as_tar({"train.jsonl": as_lines(ROWS)}), r"holds train\.jsonl \(jsonl\), must hold one row in each"),
+        ("a.tar", as_tar({"a.json": b"{}", "a.csv": b"text\n"}), r"holds a\.csv \(csv\), must hold one row in each"),
+        ("a.tar", as_tar({"a.json": json.dumps(ROWS).encode()}), r"holds a\.json \(array\), must hold one row in each"),
+        ("a.tar", as_tar({"a.txt": b"a"}) + as_tar({"b.txt": b"b"}), "more follows the end of the archive"),
+        ("a.tar", as_tar({"a.txt": b"a" * 10_000}) * 3, "more follows the end of the archive"),
+        ("a.tar", as_tar({"a.txt": b"a"})[:1024], "the archive breaks off"),
+        ("s.arrow", as_arrow(ROWS, pa.ipc.new_stream) * 2, "more follows the end of its stream"),
+        ("a.csv", b"text,text\na,b\n", r"has columns none, neither .*columns: text, text\)"),
         ("part-00000", as_lines(ROWS), "begins with a line of JSON; set data.format to jsonl, or to text"),
         ("a.txt", as_lines(ROWS[:1]), "begins with a line of JSON"),
         ("a.csv", b'text\n"a\n', "unexpected end of data"),

@@ -35,6 +35,30 @@ def test_folders(tree: Path) -> None:
     assert names(tree, format="text") == ["a.py", "b.py", "c.txt", "sub/d.py", "sub/test/e.py", "test_f.py"]
     assert names(tree, include=["*.py"], exclude=["test*"]) == ["a.py", "b.py", "sub/d.py"]
     assert names(tree, include=["sub/*.py"]) == ["sub/d.py", "sub/test/e.py"]
+    assert names(tree, include=["**/*.py"], exclude=["**/test*"]) == ["a.py", "b.py", "sub/d.py"]
+
+
+@pytest.mark.parametrize("pattern", ["sub", "sub/", "./sub", "sub/*", "*/*.py", "**/d.py"])
+def test_what_is_left_out_by_name_or_path(tree: Path, pattern: str) -> None:
+    found = names(tree, include=["*.py"], exclude=[pattern])
+    assert [name for name in found if "/" not in name] == ["a.py", "b.py", "test_f.py"]
+    assert "sub/d.py" not in found
+
+
+def test_patterns_give_no_hidden_and_no_excluded_files(tree: Path) -> None:
+    (tree / "sub" / ".ipynb_checkpoints").mkdir()
+    (tree / "sub" / ".ipynb_checkpoints" / "d.py").write_text("d")
+    seen = ["a.py", "b.py", "sub/d.py", "sub/test/e.py", "test_f.py"]
+    assert names(tree, f"{tree}/**/*.py") == seen
+    assert names(tree, f"{tree}/**/*.py", exclude=["test*"]) == ["a.py", "b.py", "sub/d.py"]
+    assert names(tree, f"{tree}/**/*.py", exclude=["sub/test/*"]) == ["a.py", "b.py", "sub/d.py", "test_f.py"]
+    assert names(tree, f"{tree}/.g*/*.py") == [".git/g.py"]
+    hidden = tree / ".hidden" / "x.txt"
+    hidden.parent.mkdir()
+    hidden.write_text("x")
+    assert names(tree, hidden.parent / "*.txt") == [".hidden/x.txt"]
+    with pytest.raises(ConfigError, match="hold no file"):
+        names(tree, tree / "*.txt", exclude=["c*"])
 
 
 def test_files_globs_and_urls_each_once(tree: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import json
+import os
 import pickle
 import threading
 from collections import Counter
@@ -254,8 +255,32 @@ def test_unreadable_files_stop_or_are_counted(tmp_path: Path, caplog: pytest.Log
     assert [[*text.encode(), EOS] for text in "abcdf"] == [tokens for tokens, _ in stored_rows(made)]
     assert made.account.unreadable_files == {str(tmp_path / "in" / "b.json"): 1}
     assert f"1 file cannot be read, e.g. {tmp_path}/in/b.json" in caplog.text
-    with pytest.raises(ConfigError, match=r"1 file cannot be read, .* allows 0"):  # of a folder that is complete
+    with pytest.raises(ConfigError, match=r"b\.json cannot be read"):  # of a folder that is complete
         prepare_local(data, out_dir=str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_files_that_were_out_of_reach_are_read_when_they_may_not_be_missing(tmp_path: Path, streams: bool) -> None:
+    """A file that is readable again need not have another time, e.g. on storage that was down."""
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "a.jsonl", {"text": ["a"] * 3})
+    broken, times = tmp_path / "in" / "b.json", (10**18, 10**18)
+
+    def num_read(allowed: int) -> int:
+        data = data_config(tmp_path / "in", max_unreadable_files=allowed, streaming=streams, global_batch_sequences=3)
+        if not streams:
+            return prepare_local(data, out_dir=str(tmp_path / "out")).num_rows
+        sampler = StreamSampler(open_stream(data, cache_dir=str(tmp_path / "out")), data, seed=0, vocab_size=300)
+        sampler.batch(1)
+        return sampler.index.balance.num_rows
+
+    broken.write_text('{"text"  "b"}')
+    os.utime(broken, ns=times)
+    assert num_read(1) == 3
+    broken.write_text('{"text": "b"}')
+    os.utime(broken, ns=times)
+    assert num_read(1) == 3
+    assert num_read(0) == 4
 
 
 def test_pieces_of_one_unreadable_file_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ class TableColumns:
             return self.choose(once)
         except BadRowError as error:
             remedy = "set data.text_column to the one with the text, or leave the file out with data.exclude"
-            found = ", ".join(dict.fromkeys(names)) or "none"
-            raise UnreadableFileError.of(url, f"has {error.detail} (columns: {found})", remedy=remedy) from error
+            found = ", ".join(names) or "none"
+            raise UnreadableFileError.of(url, f"{error.detail} (columns: {found})", remedy=remedy) from error
 
 
 Records = Iterator[Record | BadRow]

@@ -4,8 +4,10 @@ import codecs
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -16,12 +18,17 @@ from rayfcp.data.rows import BadReason, BadRowError, checked_text
 from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
 
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+"""Begin of JSON that holds rows in an array."""
+HEAD_BYTES = 256
+"""Bytes that are looked at to tell what JSON holds."""
 _BUFFER_SIGNS = 1 << 20
 """Characters of a JSON file decoded at a time."""
 _TORN_SIGNS = 16
 """Distance to the end of a buffer, in characters, within which a JSON error may mean that a number, word or escape
 continues in the next block."""
 _NO_NAMES: tuple[str, ...] = ()
+_REMEDY = "write an array of rows, or a row in each line, or leave the file out with data.exclude"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -31,7 +38,7 @@ def text_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCo
     Raises:
         UnreadableFileError: It begins with a row of JSON, and `data.format` does not say that it is text.
     """
-    content = handle.read()
+    content = handle.read().removeprefix(_BOM)
     if file.is_guessed and is_json_line(content[:MAX_FIRST_LINE].partition(b"\n")[0] + b"\n"):
         remedy = "set data.format to jsonl, or to text"
         raise UnreadableFileError.of(file.url, "would be one text but begins with a line of JSON", remedy=remedy)
@@ -39,7 +46,16 @@ def text_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCo
 
 
 def jsonl_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:  # noqa: ARG001
-    """Yield one row for each line that begins in the file's piece and is not blank."""
+    """Yield one row for each line that begins in the file's piece and is not blank.
+
+    Raises:
+        UnreadableFileError: It begins with an array of rows.
+    """
+    if not file.start and ARRAY.match(handle.peek(HEAD_BYTES)[:HEAD_BYTES]):
+        remedy = "name it .json, or set data.format to json"
+        raise UnreadableFileError.of(
+            file.url, "holds an array of JSON, must hold an object in each line", remedy=remedy
+        )
     yield from _line_records(_lines(handle, file), file)
 
 
@@ -76,10 +92,30 @@ def json_object(data: bytes) -> dict[str, Any]:
         BadRowError: It holds none.
     """
     try:
-        values = json.loads(checked_text(data.strip(), name="the line").removeprefix("\ufeff"))
+        values = _JSON.decode(checked_text(data.strip(), name="the line").removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise BadRowError(BadReason.BAD_JSON, error) from error
+        raise BadRowError(BadReason.BAD_JSON, error, num_rows=max(_num_values(data), 1)) from error
     return _checked_object(values)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        name = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise ValueError(f"key {name!r} occurs twice in an object")
+    return values
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _num_values(data: bytes) -> int:
+    """Values of JSON that follow each other, as where line ends were lost, up to the first error."""
+    count = 0
+    with suppress(ValueError, RecursionError):
+        for _ in _Decoder(iter((data,))).values():
+            count += 1
+    return count
 
 
 def _checked_object(values: Any) -> dict[str, Any]:
@@ -117,19 +153,30 @@ def _decoded_record(value: Any, *, row: int, unread: tuple[str, ...]) -> Record:
 
 def _rows_within(value: Any, *, file: InputFile, columns: TableColumns) -> tuple[Iterator[Any], tuple[str, ...]]:
     """Return the rows of a file with one value, and the keys beside them: the value itself if it has a column to read,
-    otherwise the elements of its list."""
+    otherwise the elements of its list.
+
+    Raises:
+        UnreadableFileError: It is an object without either, or one whose columns hold the values of many rows.
+    """
     if not isinstance(value, dict):
         return iter((value,)), ()
     try:
-        columns.choose(list(value))
-    except BadRowError:
+        chosen = columns.choose(list(value))
+    except BadRowError as error:
         lists = [name for name, each in value.items() if isinstance(each, list) and any(map(_is_object, each))]
-        if len(lists) > 1:
-            problem = f"holds {len(lists)} lists of rows ({', '.join(lists)}), must hold one"
-            raise UnreadableFileError.of(file.url, problem, remedy="split it") from None
-        if lists:
+        if len(lists) == 1:
             return iter(value[lists[0]]), tuple(name for name in value if name != lists[0])
+        problem = f"holds one object, which {error.detail}"
+        if lists:
+            problem = f"holds {len(lists)} lists of rows ({', '.join(lists)}), must hold one"
+        raise UnreadableFileError.of(file.url, problem, remedy=_REMEDY) from None
+    if any(_is_column(value[name]) for name in chosen if name not in columns.large):
+        raise UnreadableFileError.of(file.url, "holds one object of whole columns, must hold rows", remedy=_REMEDY)
     return iter((value,)), ()
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, str) for each in value))
 
 
 def _is_object(value: Any) -> bool:
@@ -146,7 +193,7 @@ class _Decoder:
         ended = (decoder.decode(block, not block) for block in chain(blocks, (b"",)))
         self._texts = ended
         self._text, self._at = "", 0
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = _JSON.raw_decode
         self._skip("\ufeff")
         self.is_array = self._skip("[")
 

@@ -55,17 +55,20 @@ def arrow_records(handle: io.BufferedReader, file: InputFile, *, columns: TableC
         row += batch.num_rows
     if watched.is_at_end:  # pyarrow accepts a stream that is truncated between two batches
         raise EOFError("the stream breaks off: it has no mark of its end")
+    if watched.is_used and handle.peek(1):
+        raise ValueError("more follows the end of its stream")
 
 
 class _WatchedStream:
-    """File that is read from its start. `is_at_end`: the last read returned less than was requested."""
+    """File that is read from its start. `is_used`: it was read; `is_at_end`: the last read returned less than was
+    requested."""
 
     def __init__(self, handle: io.BufferedReader) -> None:
-        self._handle, self.closed, self.is_at_end = handle, False, False
+        self._handle, self.closed, self.is_used, self.is_at_end = handle, False, False, False
 
     def read(self, num_bytes: int) -> bytes:
         data = self._handle.read(num_bytes)
-        self.is_at_end = len(data) < num_bytes
+        self.is_used, self.is_at_end = True, len(data) < num_bytes
         return data
 
 
