@@ -119,7 +119,11 @@ def skip_a_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_a_file(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(import_module("rayfcp.data.prepare"), "discover", lambda data: discover(data)[:2])
+    def some(data: Any) -> Any:
+        found = discover(data)
+        return replace(found, files=found.files[:2])
+
+    patch.setattr(import_module("rayfcp.data.prepare"), "discover", some)
 
 
 def cut_a_token(patch: pytest.MonkeyPatch) -> None:
