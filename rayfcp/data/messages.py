@@ -210,24 +210,25 @@ def _message(given: Any) -> Message:
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if role != "assistant" and "content" not in message and (others := sorted(message.keys() - _WITHOUT_TEXT)):
         raise _bad(f"a message of {role} has no content, but {', '.join(others[:4])}")
-    if other := next((key for key in ("name", *REASONING_KEYS) if not isinstance(message.get(key, ""), str)), None):
-        raise _bad(f"{other} of a message must be text, is {type(message[other]).__name__}")
+    for key in message.keys() & _TEXT_KEYS:
+        if not isinstance(message[key], str):
+            raise _bad(f"{key} of a message must be text, is {type(message[key]).__name__}")
     message["role"] = role
     message["content"] = _content(message.get("content"))
     if calls := _calls(message):
         message["tool_calls"] = calls
-    has_text = any(_has_text(message.get(name)) for name in ("content", *REASONING_KEYS))
-    if role == "assistant" and not has_text and not calls:
+    if (
+        role == "assistant"
+        and not calls
+        and not any(message.get(key, "").strip() for key in ("content", *REASONING_KEYS))
+    ):
         raise _bad("a message of the assistant is empty")
     return message
 
 
+_TEXT_KEYS = frozenset(("name", *REASONING_KEYS))
 _WITHOUT_TEXT = frozenset(("role", "name", "tool_call_id", "tools"))
 """Keys that do not hold the text of a message under another name."""
-
-
-def _has_text(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
 def _calls(message: Message) -> list[Message]:
