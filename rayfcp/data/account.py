@@ -42,14 +42,15 @@ class ReadAccount:
         found = []
         if files := sorted(self.unreadable_files):
             found.append(printable(f"unreadable files: {', '.join(files)}"))
-        if names := sorted(self.ignored_columns):
+        if names := sorted(name or "one without a name" for name in self.ignored_columns):
             more = f" and {len(names) - SHOWN_COLUMNS:,} more" if len(names) > SHOWN_COLUMNS else ""
             shown = ", ".join(name or "(no name)" for name in names[:SHOWN_COLUMNS])
             found.append(printable(f"ignored columns: {shown}{more}"))
         for template, count in self.without_end.items():
             found.append(
-                f"{counted(count, 'trained turn')} without an end token at the end, by chat template {template}: the "
-                "model does not learn to stop there; use a template that ends the assistant's turns in one"
+                f"{counted(count, 'trained turn')} without an end token at the end, by chat template "
+                f"{printable(template)}: the model does not learn to stop there; use a template that ends the "
+                "assistant's turns in one"
             )
         return found
 

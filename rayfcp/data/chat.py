@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data.account import ReadAccount
-from rayfcp.data.messages import Chat, Message, read_chat
+from rayfcp.data.messages import BESIDE, Chat, Message, read_chat, with_calls_as_text
 from rayfcp.data.rendered import RenderedCheck, Sample
 from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row, printable
 from rayfcp.data.tokenizer import SpannedTokens, Tokenizer, tokenizer_of
@@ -102,6 +102,19 @@ class ChatEncoder:
         return labelled(tokens.ids, is_trained)
 
     def _conversation(self, chat: Chat) -> list[TokenRow]:
+        """The samples of a conversation, with arguments of its calls as the template takes them: objects, or text."""
+        try:
+            return self._encoded(chat)
+        except BadRowError as error:
+            other = with_calls_as_text(chat)
+            if error.reason != BadReason.TEMPLATE_ERROR or other == chat:
+                raise
+            try:
+                return self._encoded(other)
+            except BadRowError as second:
+                raise (error if second.reason == BadReason.TEMPLATE_ERROR else second) from None
+
+    def _encoded(self, chat: Chat) -> list[TokenRow]:
         template = self._chosen(chat)
         trained = chat.trained
         if self._data.loss_on == "last_assistant":
@@ -231,7 +244,7 @@ def check_texts_alone(record: Mapping[str, Any], *, what: str) -> None:
     Raises:
         BadRowError: The row has a system message or tools, which nothing renders beside texts.
     """
-    if name := next((name for name in ("system", "tools") if record.get(name)), None):
+    if name := next((name for name in BESIDE if record.get(name)), None):
         raise BadRowError(BadReason.UNUSED_COLUMN, f"{name} beside {what} has no place there: give lists of messages")
 
 

@@ -6,14 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 from rayfcp.data.formats import Record
 from rayfcp.data.masks import MASK_COLUMNS, UNREAD_MASKS
-from rayfcp.data.messages import CHAT_FORMS, Forms
+from rayfcp.data.messages import BESIDE, CHAT_FORMS, Forms
 from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, RawRow, checked_text, printable
 
 MEDIA_COLUMNS = ("messages", "images", "videos")
 """Columns of rows with images, read if there is a `MediaEncoder`."""
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 
-_OF_CONVERSATIONS = ("tools", "system")
+_BESIDE_TEXT = ("tools", "system")
 _PICTURES = ("images", "videos")
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
@@ -116,13 +116,11 @@ class RowColumns:
             return [RowForm("chat", needs, uses) for needs, uses in self.whole]
         forms = [RowForm("tokens", ("input_ids",), TOKEN_COLUMNS, (*UNREAD_MASKS, *_PICTURES * self.media))]
         if self.media:
-            forms += [
-                RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), _OF_CONVERSATIONS) for name in MEDIA_COLUMNS
-            ]
+            forms += [RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), BESIDE) for name in MEDIA_COLUMNS]
         if has_messages and self.chat:
-            forms.append(RowForm("chat", (self.text,), _OF_CONVERSATIONS))
+            forms.append(RowForm("chat", (self.text,), BESIDE))
         else:
-            forms.append(RowForm("text", (self.text,), refuses=_OF_CONVERSATIONS))
+            forms.append(RowForm("text", (self.text,), refuses=_BESIDE_TEXT))
         if self.chat:
             forms += [RowForm("chat", needs, uses) for needs, uses in CHAT_FORMS]
         return forms

@@ -3,21 +3,22 @@ instruction and output."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayfcp.data.rows import BadReason, BadRowError
 
 Message = dict[str, Any]
 
-_BESIDE = ("tools", "system")
+BESIDE = ("tools", "functions", "system")
+"""Columns that are read beside every form of conversation; `functions` is OpenAI's old name of tools."""
 Forms = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 """Required columns of each form, with the optional ones that it reads. A row is read in the first form that it fits."""
 CHAT_FORMS: Forms = (
-    (("messages",), _BESIDE),
-    (("conversations",), _BESIDE),
-    (("prompt", "completion"), _BESIDE),
-    (("instruction", "output"), ("input", "history", *_BESIDE)),
+    (("messages",), BESIDE),
+    (("conversations",), BESIDE),
+    (("prompt", "completion"), BESIDE),
+    (("instruction", "output"), ("input", "history", *BESIDE)),
 )
 """Columns that make a row a conversation."""
 
@@ -25,9 +26,11 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's thoughts, which templates name differently."""
 KNOWN_KEYS = frozenset(("role", "content", "tool_calls", "name", "tools", *REASONING_KEYS))
 """Keys of messages that a template must render; others may be left out."""
-_LOSS_KEYS = ("weight", "train", "loss")
+_LOSS_KEYS = ("weight", "train", "loss", "loss_scale")
 """Keys whose value 0 or false keeps a message of the assistant out of the loss."""
-LOST_KEYS = (KNOWN_KEYS | {"function_call", *_LOSS_KEYS}) - {"role", "content"}
+_UNREAD_LOSS_KEYS = ("train_detail", "training_detail")
+"""Keys that say which characters of a message are trained."""
+LOST_KEYS = (KNOWN_KEYS | {"function_call", *_LOSS_KEYS, *_UNREAD_LOSS_KEYS}) - {"role", "content"}
 """Keys that change a message; rows are refused if these would be lost."""
 
 _ROLES = {
@@ -38,11 +41,14 @@ _ROLES = {
     "bard": "assistant",
     "model": "assistant",
     "function_call": "assistant",
-    "observation": "tool",
+    "tool_call": "assistant",
     "function_response": "tool",
+    "tool_response": "tool",
     "function": "tool",
 }
-"""ShareGPT's names of roles, by that of chat templates; others are the same."""
+"""Other names of roles, by those of chat templates."""
+_CALLING_ROLES = ("function_call", "tool_call")
+"""Roles whose content is a call as JSON text, or a list of calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +89,36 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
         if message["role"] == "assistant" and number >= len(prompt) and _is_trained(given[number], number)
     ]
     left_out = {f"messages.content.{key}" for each in given for key in _keys_of_parts(each)}
-    return Chat(
-        messages=messages, trained=tuple(trained), tools=_tools(record.get("tools")), left_out=tuple(sorted(left_out))
+    left_out |= {
+        f"messages.{key} of {message['role']}"
+        for each, message in zip(given, messages, strict=True)
+        for key in _LOSS_KEYS
+        if message["role"] != "assistant" and each.get(key)
+    }
+    return Chat(messages=messages, trained=tuple(trained), tools=_tools_of(record), left_out=tuple(sorted(left_out)))
+
+
+def with_calls_as_text(chat: Chat) -> Chat:
+    """Return the conversation with arguments of calls as JSON text, which some templates (DeepSeek's) need."""
+
+    def written(call: Message) -> Message:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    messages = (
+        {**each, "tool_calls": list(map(written, each["tool_calls"]))} if "tool_calls" in each else each
+        for each in chat.messages
     )
+    return replace(chat, messages=tuple(messages))
 
 
 def role_of(given: Any) -> str | None:
     """The role of a message as chat templates name it; None if it has none."""
     role = (given.get("role") or given.get("from")) if isinstance(given, Mapping) else None
-    return _ROLES.get(role, role) if isinstance(role, str) else None
+    if not isinstance(role, str):
+        return None
+    # ShareGPT's name of results; with the key `role` it is one that some templates render themselves.
+    return "tool" if role == "observation" and "role" not in given else _ROLES.get(role, role)
 
 
 def instructed(record: Mapping[str, Any]) -> list[Any]:
@@ -114,8 +141,9 @@ def instructed(record: Mapping[str, Any]) -> list[Any]:
 def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the messages that are not trained, and the others."""
     for name in ("messages", "conversations"):
-        if record.get(name) is not None:
-            return [], _listed(record[name], name=name)
+        value = record.get(name)
+        if value is not None:
+            return [], _listed(_parsed(value, name=name) if isinstance(value, str) else value, name=name)
     if record.get("instruction") is not None:
         answer = _said("assistant", record.get("output"), name="output")
         return [], [*instructed(record), answer]
@@ -143,7 +171,7 @@ def _with_system(system: Any, *, prompt: list[Any], rest: list[Any]) -> tuple[li
 
 def _listed(value: Any, *, name: str) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise _bad(f"{name} must be a list of messages, is {type(value).__name__}")
+        raise _bad(f"{name} must be a list, is {type(value).__name__}")
     return list(value)
 
 
@@ -158,6 +186,8 @@ def _is_trained(message: Mapping[str, Any], number: int) -> bool:
         if value is not None and value not in (0, 1):
             raise BadRowError(BadReason.BAD_WEIGHT, f"{name} of message {number} is {value!r}, must be 0 or 1")
         is_trained &= value is None or bool(value)
+    if unread := next((name for name in _UNREAD_LOSS_KEYS if message.get(name)), None):
+        raise BadRowError(BadReason.BAD_WEIGHT, f"{unread} of message {number} is not read: give weight 0 or 1")
     return is_trained
 
 
@@ -172,27 +202,33 @@ def _message(given: Any) -> Message:
     }
     if "role" not in given and "from" in given:
         message = _of_sharegpt(given, message)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
+    role = role_of(given)
+    if not role:
         raise _bad("a message has no role")
+    if (given.get("role") or given.get("from")) in _CALLING_ROLES:
+        calls = _parsed(_content(message.pop("content", "")), name=f"a message of {given.get('role') or given['from']}")
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if role != "assistant" and "content" not in message and (others := sorted(message.keys() - _WITHOUT_TEXT)):
         raise _bad(f"a message of {role} has no content, but {', '.join(others[:4])}")
-    message["role"] = "tool" if role == "function" else role
+    for key in message.keys() & _TEXT_KEYS:
+        if not isinstance(message[key], str):
+            raise _bad(f"{key} of a message must be text, is {type(message[key]).__name__}")
+    message["role"] = role
     message["content"] = _content(message.get("content"))
     if calls := _calls(message):
         message["tool_calls"] = calls
-    has_text = any(_has_text(message.get(name)) for name in ("content", *REASONING_KEYS))
-    if role == "assistant" and not has_text and not calls:
+    if (
+        role == "assistant"
+        and not calls
+        and not any(message.get(key, "").strip() for key in ("content", *REASONING_KEYS))
+    ):
         raise _bad("a message of the assistant is empty")
     return message
 
 
+_TEXT_KEYS = frozenset(("name", *REASONING_KEYS))
 _WITHOUT_TEXT = frozenset(("role", "name", "tool_call_id", "tools"))
 """Keys that are never a message's text under another name."""
-
-
-def _has_text(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
 def _calls(message: Message) -> list[Message]:
@@ -207,17 +243,16 @@ def _of_sharegpt(given: Mapping[str, Any], message: Message) -> Message:
     role, value = message.pop("from", None), message.pop("value", "")
     if not isinstance(role, str) or not isinstance(given.get("value"), str):
         raise _bad("from and value of a message must be text")
-    if role != "function_call":
-        return {**message, "role": _ROLES.get(role, role), "content": value}
-    calls = _parsed(value, name="a function_call")
-    return {**message, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return {**message, "content": value}
 
 
 def _content(value: Any) -> str:
     """The text of a content, which may come in parts."""
     if value is None or isinstance(value, str):
         return value or ""
-    parts = _listed(value, name="a content")
+    if not isinstance(value, list | tuple):
+        raise _bad(f"a content must be text or a list of parts, is {type(value).__name__}")
+    parts = value
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise _bad("parts of a content must be of type text; rows with images need data.processor")
     return "".join(part["text"] for part in parts)
@@ -239,9 +274,26 @@ def _call(given: Any) -> Message:
     function = dict(call["function"])
     if not isinstance(function.get("name"), str):
         raise _bad("a tool call has no function name")
-    if isinstance(function.get("arguments"), str) and function["arguments"].strip():
-        function["arguments"] = _parsed(function["arguments"], name="arguments of a tool call")
+    arguments = function.get("arguments")
+    if arguments is None and (
+        others := sorted(name for name in function.keys() - _WITHOUT_ARGUMENTS if function[name])
+    ):
+        raise _bad(f"a tool call has no arguments, but {', '.join(others[:4])}")
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = _parsed(arguments, name="arguments of a tool call")
+    function["arguments"] = arguments or {}
     return {**call, "function": function}
+
+
+_WITHOUT_ARGUMENTS = frozenset(("name", "arguments", "id", "type"))
+"""Keys of a call that do not hold its arguments under another name."""
+
+
+def _tools_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+    tools, functions = _tools(record.get("tools")), _tools(record.get("functions"))
+    if tools and functions:
+        raise _bad("tools and functions are two lists of tools; leave one out")
+    return tools or (functions and tuple({"type": "function", "function": each} for each in functions))
 
 
 def _tools(value: Any) -> tuple[Mapping[str, Any], ...] | None:

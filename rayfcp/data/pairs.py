@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from rayfcp.data.chat import ChatEncoder, check_texts_alone, labelled
-from rayfcp.data.messages import Forms, instructed, read_chat, role_of
+from rayfcp.data.messages import BESIDE, Forms, instructed, read_chat, role_of
 from rayfcp.data.rows import BadReason, BadRowError, TokenRow
 
-_ANSWERS, _BESIDE = ("chosen", "rejected"), ("prompt", "tools", "system")
+_ANSWERS, _BESIDE = ("chosen", "rejected"), ("prompt", *BESIDE)
 PAIR_FORMS: Forms = (
     ((*_ANSWERS, "prompt"), _BESIDE),
     ((*_ANSWERS, "instruction"), ("input", "history", *_BESIDE)),
@@ -57,7 +57,7 @@ class PairEncoder(ChatEncoder):
         return [labelled(ids, np.arange(ids.size) >= shared) for ids in (chosen, rejected)]
 
     def _turns(self, record: Mapping[str, Any], prompt: list[Any], answer: list[Any]) -> TokenRow:
-        beside = {name: record.get(name) for name in ("tools", "system")}
+        beside = {name: record.get(name) for name in BESIDE}
         samples = self._conversation(read_chat({"prompt": prompt, "completion": answer, **beside}))
         if len(samples) > 1:
             raise BadRowError(

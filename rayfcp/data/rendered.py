@@ -6,9 +6,11 @@ for each shape: it finds what a template never renders, however short the text. 
 its rendering: that finds what a template drops because of its content, e.g. thoughts between tags.
 """
 
+import html
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rayfcp.data.messages import REASONING_KEYS, Chat, Message, keys_beside, without_keys
@@ -115,13 +117,11 @@ def _probed(
         if own["content"]:
             own["content"] = word(_of(message, number, part="content"))
         if thoughts := [name for name in REASONING_KEYS if own.get(name)]:
-            own |= dict.fromkeys(thoughts, word(_of(message, number, part=thoughts[0])) if number in turns else "zq")
+            is_needed = _is_whole(message, is_trained=number in turns)
+            own |= dict.fromkeys(thoughts, word(_of(message, number, part=thoughts[0])) if is_needed else "zq")
         if "tool_calls" in own:
             what = _of(message, number, part="tool_calls")
-            own["tool_calls"] = [
-                {**call, "function": {**call["function"], "name": word(what), "arguments": {word(what): word(what)}}}
-                for call in own["tool_calls"]
-            ]
+            own["tool_calls"] = [_probe_call(call, word=partial(word, what)) for call in own["tool_calls"]]
         return own
 
     probes = [probe(*each) for each in enumerate(messages)]
@@ -130,6 +130,17 @@ def _probed(
     except BadRowError:
         return None
     return next((what for own, what in words.items() if own not in text), None)
+
+
+def _probe_call(call: Mapping[str, Any], *, word: Callable[[], str]) -> Mapping[str, Any]:
+    own = call["function"]
+    arguments = {word(): word()}
+    written = json.dumps(arguments) if isinstance(own["arguments"], str) else arguments
+    return {**call, "function": {**own, "name": word(), "arguments": written}}
+
+
+def _is_whole(message: Message, *, is_trained: bool) -> bool:
+    return is_trained or message["role"] != "assistant"
 
 
 def _probe_tool(tool: Mapping[str, Any], *, word: Callable[[str], str]) -> Mapping[str, Any]:
@@ -150,15 +161,15 @@ def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]
     """Return the first text of a conversation that was not rendered, in the order of its messages."""
     text, place = sample.text, 0
     for number, message in enumerate(messages):
-        is_trained = number in sample.turns
+        is_whole = _is_whole(message, is_trained=number in sample.turns)
         pieces = [piece.strip() for piece in _THOUGHT.split(message["content"])]
-        for piece in pieces if is_trained or message["role"] != "assistant" else pieces[-1:]:
+        for piece in pieces if is_whole else pieces[-1:]:
             start = 0 if message["role"] == "system" else place
             found = _find(piece, text, start=start)
             if found is None:
                 return _of(message, number, part="content")
             place = max(place, found) if message["role"] != "system" else place
-        for part, value in _values(message, is_trained=is_trained):
+        for part, value in _values(message, is_whole=is_whole):
             if not _stands(value, text):
                 return _of(message, number, part=part)
     for tool in tools or ():
@@ -167,13 +178,11 @@ def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]
     return None
 
 
-def _values(message: Message, *, is_trained: bool) -> Iterator[tuple[str, str]]:
-    """Texts of a message beside its content."""
-    for name in REASONING_KEYS:
-        if is_trained and isinstance(message.get(name), str):
+def _values(message: Message, *, is_whole: bool) -> Iterator[tuple[str, str]]:
+    """Texts of a message beside its content, without thoughts unless `is_whole`."""
+    for name in (*REASONING_KEYS, "name") if is_whole else ("name",):
+        if name in message:
             yield name, message[name]
-    if isinstance(message.get("name"), str):
-        yield "name", message["name"]
     if message.get("tools"):
         yield from (("tools", text) for text in _texts(message["tools"]))
     for call in message.get("tool_calls", ()):
@@ -228,6 +237,8 @@ def _writings(piece: str) -> Iterator[str]:
     yield json.dumps(piece, ensure_ascii=False)[1:-1]
     yield json.dumps(piece)[1:-1]
     yield repr(piece)[1:-1]
+    yield html.escape(piece, quote=False)
+    yield html.escape(piece).replace("&#x27;", "&#39;").replace("&quot;", "&#34;")  # as Jinja writes quotes
 
 
 def _is_similar(piece: str, text: str) -> bool:

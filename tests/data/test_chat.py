@@ -224,6 +224,7 @@ def with_keys(turn: int, **keys: Any) -> Messages:
         (with_keys(1, train=False), {}, "four."),
         (with_keys(1, loss=False), {}, "four."),
         (with_keys(3, loss=0), {}, "two."),
+        (with_keys(1, loss_scale=0.0), {}, "four."),
         (with_keys(1, weight=1, train=True), {}, "two. four."),
         (TALK, {"loss_on": "last_assistant"}, "four."),
         ([*TALK, {"role": "user", "content": "five"}], {"loss_on": "last_assistant"}, "four."),
@@ -297,6 +298,8 @@ def test_columns_beside_messages_work_in_every_form(folder_of: Callable[..., str
     ]
     (called,) = encode({"messages": [*OPENAI[:3], *old, *answered], "tools": [TOOL]})
     assert called.tokens.tolist() == row.tokens.tolist()
+    (old_tools,) = encode({"messages": [*OPENAI[:3], *old, *answered], "functions": [TOOL["function"]]})
+    assert old_tools.tokens.tolist() == row.tokens.tolist()
 
 
 def test_alpaca_rows_are_conversations(folder_of: Callable[..., str]) -> None:
@@ -384,6 +387,14 @@ BAD: list[tuple[dict[str, Any], BadReason]] = [
     ({"messages": [{**USER, "name": "alice"}, ANSWER]}, BadReason.NOT_RENDERED),
     ({"messages": [{"role": "system", "content": "be", "tools": "[lookup]"}, *TALK]}, BadReason.NOT_RENDERED),
     ({"prompt": "one", "completion": ""}, BadReason.EMPTY),
+    ({"messages": [{**USER, "reasoning_content": "why"}, ANSWER]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "reasoning_content": {"a": "why"}}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [{**USER, "name": 3}, ANSWER]}, BadReason.BAD_MESSAGES),
+    ({"messages": TALK, "tools": [TOOL], "functions": [TOOL["function"]]}, BadReason.BAD_MESSAGES),
+    ({"messages": TALK, "functions": [TOOL["function"]]}, BadReason.NOT_RENDERED),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "parameters": {"a": 1}}]}]}, BadReason.BAD_MESSAGES),
+    ({"messages": [USER, {**ANSWER, "loss_scale": 0.5}]}, BadReason.BAD_WEIGHT),
+    ({"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "train": False}]}]}, BadReason.BAD_WEIGHT),
 ]
 
 

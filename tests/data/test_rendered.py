@@ -107,6 +107,21 @@ def test_keys_that_no_template_renders_are_counted(folder_of: Callable[..., str]
     }
 
 
+def test_weights_of_other_roles_are_counted(folder_of: Callable[..., str]) -> None:  # noqa: F811
+    account = ReadAccount()
+    data = DataConfig(paths="unused", tokenizer=folder_of(read("phi")))
+    ChatEncoder(data, account=account)({"messages": with_keys(0, weight=1)})
+    ChatEncoder(data, account=account)({"messages": with_keys(0, weight=0, train=False)})
+    assert account.ignored_columns == {"messages.weight of user": 1}
+
+
+@pytest.mark.parametrize("name", ["escape", "tojson", "trim"])
+def test_escaped_texts_are_rendered(folder_of: Callable[..., str], name: str) -> None:  # noqa: F811
+    template = f"{{% for m in messages %}}<|user|>{{{{ m.content | {name} }}}}{{% endfor %}}"
+    messages = [{**USER, "content": " a < b & \"c\" > 'd'\n "}, ANSWER]
+    assert encoder(folder_of(template), loss_on="all")({"messages": messages})
+
+
 def test_messages_after_the_last_answer_are_counted(folder_of: Callable[..., str]) -> None:  # noqa: F811
     account = ReadAccount()
     data = DataConfig(paths="unused", tokenizer=folder_of(unmarked(read("phi"))))
