@@ -75,6 +75,10 @@ class Base:
 
 ENDS = {"eos_token_id": 3}
 MTP = {"mtp_num_hidden_layers": 1}
+GLM: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    **{"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+}
 BASES = {
     "dense, tied": Base(family="qwen3", keys={**SHAPE, **ENDS, "tie_word_embeddings": True}),
     "experts": Base(family="qwen3_moe", keys={**SHAPE, **ENDS, **EXPERTS}),
@@ -90,9 +94,11 @@ BASES = {
     "reward": Base(family="llama", keys={**SHAPE, **ENDS}, loss="reward"),
     "experts with a later layer": Base(
         family="glm4_moe",
-        keys={**SHAPE, **ENDS, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"partial_rotary_factor": 0.5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        keys=SHAPE | ENDS | GLM,
         extra=LATER,
+    ),
+    "experts with a later layer of another size": Base(
+        family="glm4_moe", keys=SHAPE | ENDS | GLM, extra={f"model.layers.{SHAPE['num_hidden_layers']}.enorm": (4,)}
     ),
 }
 
