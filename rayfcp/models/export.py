@@ -89,7 +89,7 @@ def export_checkpoint(
         if tokenizer is not None and tokenizer.library is not None:
             tokenizer.library.save_pretrained(target)
         if config.model.path is not None and ends:
-            log_ends(config.model.path, ends=ends, log=log)
+            log_ends(library.config, path=config.model.path, ends=ends, log=log)
     else:
         _write_model(config, library, Path(checkpoint), target, described=described, part=part, ends=ends, log=log)
         copy_files(config, target, tokenizer=tokenizer, log=log)

@@ -12,9 +12,19 @@ from typing import Any
 from huggingface_hub import list_repo_files
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import PreTrainedConfig
-from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import (
+    CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_FILE,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+)
 
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.config.models import WEIGHT_SUFFIXES
 from rayfcp.data.chat import ChatEncoder, template_text, without_marks
@@ -25,14 +35,16 @@ from rayfcp.models.library import text_of
 
 Log = Callable[[str], object]
 
-_READ = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-"""Weight files that are read, and written anew."""
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "chat_template*", f"{CHAT_TEMPLATE_DIR}/*"),
 )
-_NOT_COPIED = (*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", "*.onnx*", "README*", ".*", "*/")
-"""Weights in other formats, the base's README, and folders."""
+_NOT_COPIED = (
+    *(f"*{suffix}" for suffix in (*WEIGHT_SUFFIXES, ".index.json", ".onnx*", ".ot", ".tflite", ".npz")),
+    *("*quant*config.json", "README*", ".*", "*/"),
+)
+"""Weights in other formats and how they are quantized, which some servers read for any weights beside; the page about
+the base; folders."""
 _MAX_NAMED = 12
 _TALK = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
@@ -96,13 +108,36 @@ def copy_files(config: Config, target: Path, *, tokenizer: Tokenizer | None, log
         return
     files = ModelFiles(path, key="model.path")
     left = [] if own == path else _matching(files.names, _TOKENIZER_FILES)
-    left += [name for name in _matching(files.names, _NOT_COPIED) if not _READ.fullmatch(name)]
+    read = _read_weights(files)
+    left += [name for name in _matching(files.names, _NOT_COPIED) if name not in read]
     left += [name for name in files.names if name == GENERATION_CONFIG_NAME and not (target / name).exists()]
     written = [CONFIG_NAME, GENERATION_CONFIG_NAME, *_matching(files.names, _NOT_COPIED)]
     _copy(files, set(files.names) - {*left, *written}, target)
     if left:
         more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
         log(f"not copied from {path}: {', '.join(left[:_MAX_NAMED])}{more}")
+
+
+def _read_weights(files: ModelFiles) -> set[str]:
+    """Names of the files of weights that are read, and written anew."""
+    if SAFE_WEIGHTS_NAME in files.names or (index := files.find(SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return {SAFE_WEIGHTS_NAME}
+    return {SAFE_WEIGHTS_INDEX_NAME, *_settings(index).get("weight_map", {}).values()}
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """The content of a JSON file of the base.
+
+    Raises:
+        ConfigError: It is no JSON object.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON ({error}); correct it, or remove it from the model's folder") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds a {type(found).__name__}, must be an object; correct it")
+    return found
 
 
 def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
@@ -144,8 +179,17 @@ def write_chat_template(data: DataConfig, target: Path, *, tokenizer: Tokenizer,
             file = target / (CHAT_TEMPLATE_FILE if name == "default" else f"{CHAT_TEMPLATE_DIR}/{name}.jinja")
             file.parent.mkdir(exist_ok=True)
             file.write_text(each, encoding="utf-8")
+        _drop_older_template(target)
         before = "in place of the tokenizer's own" if default else "the tokenizer had none"
         log(f"chat template: that of data.chat_template; {before}")
+
+
+def _drop_older_template(target: Path) -> None:
+    """Leave no template that a processor prefers to that of `CHAT_TEMPLATE_FILE`."""
+    (target / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
+    file = target / PROCESSOR_NAME
+    if file.exists() and (settings := _settings(file)).pop("chat_template", None) is not None:
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def end_tokens(data: DataConfig, *, tokenizer: Tokenizer) -> list[int]:
@@ -182,10 +226,12 @@ def set_ends(config: PreTrainedConfig, ends: Sequence[int]) -> None:
             each.eos_token_id = with_ends(getattr(each, "eos_token_id", None), ends)
 
 
-def log_ends(path: str, *, ends: Sequence[int], log: Log) -> None:
-    """Log the end tokens to generate with if the base at `path`, whose settings stay, lacks some of `ends`."""
+def log_ends(config: PreTrainedConfig, *, path: str, ends: Sequence[int], log: Log) -> None:
+    """Log the end tokens to generate with if the base at `path`, whose settings stay, lacks some of `ends`. They are in
+    its `config` if it has no file of settings."""
     base = ModelFiles(path, key="model.path").find(GENERATION_CONFIG_NAME)
-    before = None if base is None else json.loads(base.read_text(encoding="utf-8")).get("eos_token_id")
+    settings = vars(text_of(config)) if base is None else _settings(base)
+    before = settings.get("eos_token_id")
     if (found := with_ends(before, ends)) != before:
         log(f"the base ends with eos_token_id {before}, the rows with {list(ends)}: generate with eos_token_id={found}")
 
@@ -198,7 +244,7 @@ def write_generation_config(library: Any, target: Path, *, path: str | None, end
         library.generation_config.save_pretrained(target)
     else:
         shutil.copyfile(base, file)
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = _settings(file)
     before = settings.get("eos_token_id")
     told = getattr(text_of(library.config), "eos_token_id", None) if before is None else before
     settings["eos_token_id"] = with_ends(told, ends)

@@ -35,6 +35,7 @@ from rayfcp.models.library import (
     kept_buffers,
     library_name,
     make_library_model,
+    text_of,
 )
 from rayfcp.models.multimodal import TextPart, check_text_alone, part_at
 from rayfcp.models.nf4 import Nf4Linear
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _OLD_TABLES = r"rotary_emb\.inv_freq$"
 """Tables that older releases stored, and that are computed."""
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _MAX_NAMED = 3
 """Tensor names in an error message."""
@@ -456,7 +459,12 @@ def _causal_naming(library: Any) -> _Naming | None:
 
 
 def _is_ignored(key: str, name: str, library: Any) -> bool:
-    """True for tensors that the library ignores too, such as layers that only decoding uses."""
+    """True for tensors that the library ignores too, such as layers that only decoding uses. Some families name these
+    by the number that they have in the published sizes; in others it follows from the configuration."""
+    text, layer = text_of(library.config), _LAYER.search(key)
+    first, count = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
+    if layer is not None and first <= int(layer[1]) < first + count:
+        return True
     patterns = library._keys_to_ignore_on_load_unexpected or ()
     return any(re.search(pattern, each) for pattern in patterns for each in (key, name))
 

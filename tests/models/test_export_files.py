@@ -20,9 +20,10 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
 )
 
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.models import export
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import configured_model
@@ -74,6 +75,10 @@ class Base:
 
 ENDS = {"eos_token_id": 3}
 MTP = {"mtp_num_hidden_layers": 1}
+GLM: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    **{"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+}
 BASES = {
     "dense, tied": Base(family="qwen3", keys={**SHAPE, **ENDS, "tie_word_embeddings": True}),
     "experts": Base(family="qwen3_moe", keys={**SHAPE, **ENDS, **EXPERTS}),
@@ -89,9 +94,11 @@ BASES = {
     "reward": Base(family="llama", keys={**SHAPE, **ENDS}, loss="reward"),
     "experts with a later layer": Base(
         family="glm4_moe",
-        keys={**SHAPE, **ENDS, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"partial_rotary_factor": 0.5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        keys=SHAPE | ENDS | GLM,
         extra=LATER,
+    ),
+    "experts with a later layer of another size": Base(
+        family="glm4_moe", keys=SHAPE | ENDS | GLM, extra={f"model.layers.{SHAPE['num_hidden_layers']}.enorm": (4,)}
     ),
 }
 
@@ -318,3 +325,41 @@ def test_another_tokenizer_replaces_the_bases(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(out).chat_template == OTHER
     assert (out / "LICENSE").read_text() == "free" and not (out / "vocab.json").exists()
     assert any("special_tokens_map.json" in line for line in lines if line.startswith("not copied"))
+
+
+def test_a_processor_speaks_as_it_was_trained(tmp_path: Path) -> None:
+    """Its own files with a template would come first in the library."""
+    write_base(tmp_path / "base", BASES["dense, tied"])
+    for name in ("chat_template.json", "processor_config.json"):
+        (tmp_path / "base" / name).write_text(json.dumps({"chat_template": TEMPLATE, "processor_class": "X"}))
+    (tmp_path / "other").write_text(OTHER)
+    out, _, _ = exported(tmp_path, data={"chat_template": str(tmp_path / "other")})
+    found, _ = ProcessorMixin.get_processor_dict(out)
+    assert found.pop("chat_template")["default"] == OTHER
+    assert found == {"processor_class": "X"}
+
+
+@pytest.mark.parametrize("name", ["rust_model.ot", "hf_quant_config.json", "quantize_config.json", "mtp.safetensors"])
+def test_other_weights_and_their_settings_are_named_as_left_out(name: str, tmp_path: Path) -> None:
+    """Shards that the index does not name, too: nobody reads them."""
+    write_base(tmp_path / "base", BASES["experts"])
+    for each in (name, "model-00009-of-00009.safetensors"):
+        (tmp_path / "base" / each).write_text("{}")
+    out, lines, _ = exported(tmp_path)
+    (left,) = (line for line in lines if line.startswith("not copied"))
+    assert name in left and "model-00009-of-00009" in left and "model-00001" not in left
+    assert not (out / name).exists()
+
+
+def test_an_adapter_of_a_base_without_settings_ends_by_its_configuration(tmp_path: Path) -> None:
+    write_base(tmp_path / "base", BASES["dense, tied"])
+    (tmp_path / "base" / "generation_config.json").unlink()
+    assert not exported(tmp_path, lora={"rank": 2})[1]
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]"])
+def test_broken_settings_are_named(text: str, tmp_path: Path) -> None:
+    write_base(tmp_path / "base", BASES["dense, tied"])
+    (tmp_path / "base" / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json (is no JSON|holds a list)"):
+        exported(tmp_path)
