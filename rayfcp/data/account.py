@@ -44,7 +44,7 @@ class ReadAccount:
             found.append(printable(f"unreadable files: {', '.join(files)}"))
         if names := sorted(name or "one without a name" for name in self.ignored_columns):
             more = f" and {len(names) - SHOWN_COLUMNS:,} more" if len(names) > SHOWN_COLUMNS else ""
-            shown = ", ".join(name or "(no name)" for name in names[:SHOWN_COLUMNS])
+            shown = ", ".join(names[:SHOWN_COLUMNS])
             found.append(printable(f"ignored columns: {shown}{more}"))
         for template, count in self.without_end.items():
             found.append(

@@ -10,7 +10,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.architecture import VISION_FAMILIES, ArchitectureConfig, VisionConfig
 from rayfcp.config.models import ModelConfig
-from rayfcp.models.layers import check_experts, check_layer_types, shared_by_layers
+from rayfcp.models.layers import check_experts, check_layer_types, num_experts, shared_by_layers
 from rayfcp.models.library import (
     config_at,
     has_reward_head,
@@ -249,7 +249,14 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
 
         keys = FAMILIES[shape.model_type].library_keys(keys, shape.vision or VisionConfig())
     try:
+        if shape.num_experts > 1 and not num_experts(AutoConfig.for_model(shape.model_type)):
+            raise ConfigError(
+                f"model.architecture.num_experts is {shape.num_experts}, must be 1 for model_type "
+                f"{shape.model_type!r}, whose layers have no experts; choose another, such as qwen3_moe"
+            )
         return AutoConfig.for_model(shape.model_type, **keys)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(
             f"model.architecture.model_type is {shape.model_type!r}, transformers does not know it; try qwen3 or llama"

@@ -34,6 +34,7 @@ def figures(kind: type[ModelProfile] | type[HardwareProfile] | type[VisionProfil
         "adapter",
         "num_outputs",
         "head_fraction",
+        "fp32_residual",
     }
 
 

@@ -191,7 +191,7 @@ def test_what_reading_leaves_out_is_told_once(tmp_path: Path) -> None:
     rows = {"text": ["abc", "de"], "id": [1, 2], "note": ["x", "y"], "": [0, 1]}
     write_rows(tmp_path / "a.parquet", rows)
     made = prepare_local(data_config(tmp_path), out_dir=str(tmp_path / ".out"))
-    assert LengthIndex.open(made.folder, max_seqlen=8).lines()[1:] == ["ignored columns: (no name), id, note"]
+    assert LengthIndex.open(made.folder, max_seqlen=8).lines()[1:] == ["ignored columns: id, note, one without a name"]
 
 
 def pairs_of(tmp_path: Path) -> LengthIndex:

@@ -85,7 +85,9 @@ def test_layers_with_and_without_experts_are_described() -> None:
         model = AutoModelForCausalLM.from_config(config)
     assert profile.num_parameters == sum(each.numel() for each in model.parameters() if each.ndim > 1)
     shape = architecture("qwen3").model_copy(update={"num_experts": 4, "experts_per_token": 2})
-    with pytest.raises(ConfigError, match=r"qwen3 has no layers of 4 stacked experts, .* such as qwen3_moe"):
+    with pytest.raises(
+        ConfigError, match=r"num_experts is 4, .*'qwen3', whose layers have no experts; .* such as qwen3_moe"
+    ):
         profile_of(model_config(ModelConfig(architecture=shape), vocab_size=VOCAB), name="tiny")
 
 

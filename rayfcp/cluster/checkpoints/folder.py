@@ -192,8 +192,10 @@ def check_same_weights(checkpoint: Path, model: ModelConfig) -> None:
     Raises:
         ConfigError: They were drawn at random and would now be read from files, or the other way round.
     """
-    is_frozen, then = model.lora.rank is not None or model.freeze_vision, first_init(checkpoint)
-    if is_frozen and then not in (None, model.init):
+    if model.lora.rank is None and not model.freeze_vision:
+        return
+    then = first_init(checkpoint)
+    if then not in (None, model.init):
         raise ConfigError(
             f"model.init is {model.init!r}, the checkpoint's run began with {then!r}; a resumed run reads weights that "
             f"are not trained from where it first had them: set model.init={then}"
