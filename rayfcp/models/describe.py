@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
@@ -257,7 +257,12 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
         return AutoConfig.for_model(shape.model_type, **keys)
     except ConfigError:
         raise
-    except ValueError as error:
+    except Exception as error:  # families check their sizes by errors of many kinds
+        if shape.model_type in CONFIG_MAPPING:
+            raise ConfigError(
+                f"model.architecture does not fit model_type {shape.model_type!r}: {' '.join(str(error).split())}; "
+                "change its sizes, or give the folder of a configuration as model.path"
+            ) from error
         raise ConfigError(
             f"model.architecture.model_type is {shape.model_type!r}, transformers does not know it; try qwen3 or llama"
         ) from error

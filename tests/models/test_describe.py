@@ -91,6 +91,12 @@ def test_layers_with_and_without_experts_are_described() -> None:
         profile_of(model_config(ModelConfig(architecture=shape), vocab_size=VOCAB), name="tiny")
 
 
+def test_sizes_that_a_family_refuses_are_one_line() -> None:
+    shape = architecture("mamba2").model_copy(update={"head_dim": 48})
+    with pytest.raises(ConfigError, match=r"model\.architecture does not fit model_type 'mamba2': .*must equal"):
+        model_config(ModelConfig(architecture=shape), vocab_size=VOCAB)
+
+
 UNGATED = ("starcoder2", "gpt_neox", "phi")
 
 
