@@ -375,11 +375,15 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
     of what `cost` says of it beside the other, unless the timings contradict that.
 
     Raises:
-        ValueError: fewer than three timings of degree 1, or one that is not positive.
+        ValueError: fewer than three timings of degree 1, two without attention, or one that is not positive.
     """
     local = [timing for timing in timings if timing.degree == 1]
-    if len(local) < MIN_LOCAL_SHAPES or any(timing.seconds <= 0 for timing in timings):
-        raise ValueError(f"timings of degree 1 are {len(local)}, must be at least 3 and positive; measure more shapes")
+    # Without attention no pair has a cost: one term less.
+    least = MIN_LOCAL_SHAPES if any(timing.num_pairs for timing in local) else MIN_LOCAL_SHAPES - 1
+    if len(local) < least or any(timing.seconds <= 0 for timing in timings):
+        raise ValueError(
+            f"timings of degree 1 are {len(local)}, must be at least {least} and positive; measure more shapes"
+        )
     start = _fit_local(
         cost.with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0, reduce_exposed_s=0.0), cost, local=local
     )

@@ -173,3 +173,11 @@ def test_what_is_not_known_of_exchanges_is_not_free() -> None:
         assert math.isinf(cost.group_s(1, 1, degree=2, primitive=Primitive.ULYSSES))
     assert exchange_degrees(HEADS, num_ranks=9, primitives=("ulysses",)) == [2, 4, 8]
     assert exchange_degrees(HEADS, num_ranks=9, primitives=("ring",)) == []
+
+
+def test_models_without_attention_need_a_shape_less() -> None:
+    """Shapes of as many tokens are one: pairs of no layer tell them apart."""
+    timings = [Timing(degree=1, num_tokens=tokens, num_pairs=0.0, seconds=1.0 + 0.5 * tokens) for tokens in (10, 100)]
+    assert fit_cost(UNIT, timings, overlaps=(0.0,)).cost.linear_s_per_token == pytest.approx(0.5, rel=1e-6)
+    with pytest.raises(ValueError, match="timings of degree 1 are 1, must be at least 2"):
+        fit_cost(UNIT, timings[:1])
