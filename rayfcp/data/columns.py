@@ -45,7 +45,7 @@ class RowColumns:
     """Columns that rows are read from: tokens with their masks, a text, the media columns if `media`, conversations if
     `chat`. With `whole` only rows of these forms are read, and `chat` encodes them.
 
-    The first form of which a row has all needed columns is used. A text may also be a list of messages.
+    A row is read in the first form whose needed columns it has. A text may also be a list of messages.
     """
 
     text: str

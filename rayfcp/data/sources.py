@@ -127,9 +127,9 @@ class Discovery:
 def discover(data: DataConfig) -> Discovery:
     """Find all files of `data.paths`.
 
-    Inside folders: files that match `data.include` (by default those with an extension of data, or for a declared
-    format with its usual ones) and no component of which matches `data.exclude`, except hidden names and `__pycache__`.
-    A pattern among the paths gives all that it matches, except such names and excluded ones below its fixed part.
+    Folders are searched for files that match `data.include`; by default those with an extension of data, or with the
+    usual ones of a declared format. Hidden names, `__pycache__`, and whatever matches `data.exclude` are left out.
+    A pattern among the paths gives all that it matches, except hidden and excluded names below its fixed part.
     A folder written by `datasets.save_to_disk` has the files that its state names; of its splits `train` is read.
     Linked folders and files are read once, under their own name if that is in `data.paths` as well.
 

@@ -31,7 +31,7 @@ MESSAGE_BYTES = tuple(1 << power for power in range(12, 25, 2))
 
 
 class _Zeros:
-    """Tokens with id 0, of which an evenly spread `fraction` has targets. Times do not depend on the ids."""
+    """Return tokens with id 0; an evenly spread `fraction` of them has targets. Times do not depend on the ids."""
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction

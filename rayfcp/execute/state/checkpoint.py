@@ -206,7 +206,7 @@ def _saved_options(folder: Path) -> dict[str, tuple[int, dict[str, Any]]]:
     """Return the number of dimensions and the options of each parameter with optimizer state, keyed by name."""
     index = dcp.FileSystemReader(folder).read_metadata()
     places = {key.fqn: place for key, place in index.storage_data.items()}
-    read = functools.cache(functools.partial(_read_object, folder))  # few distinct values, each of which is stored once
+    read = functools.cache(functools.partial(_read_object, folder))  # few distinct values, each stored once
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for key, (section, path) in index.planner_data.items():
         if section == "optimizer" and path.startswith(_OPTIONS):
