@@ -39,7 +39,7 @@ def read_masks(columns: Mapping[str, Any], *, num_tokens: int) -> Documents:
     }
     types = masks.get("token_type_ids")
     if types is not None and (types != types[:1]).any():
-        raise ValueError("token_type_ids has several types, of which rows are read with one; leave the column out")
+        raise ValueError("token_type_ids has several types, must have one; leave the column out")
     start, stop = _without_padding(masks.get("attention_mask"), num_tokens=num_tokens)
     starts = _document_starts(masks.get("position_ids"), start=start, stop=stop)
     given = [_zeros_and_ones(masks[name], name=name) for name in LOSS_MASKS if name in masks]
