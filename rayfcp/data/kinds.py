@@ -24,6 +24,10 @@ _BINARY = re.compile(
     r"pdf|docx?|pptx?|xlsx?|od[st]|epub|mobi|djvu|db|sqlite3?|duckdb|mdb|h5|hdf5|orc|avro|tfrecords?|mds|lmdb|rds|sav|"
     r"dta|py[co]|so|dll|dylib|exe|o|a|class|wasm)$"
 )
+_PICTURE = re.compile(
+    r"\.(png|apng|jpe?g|jfif|jp2|j2k|gif|bmp|webp|tiff?|ico|avif|heic|heif|p[bgpnf]m|svg|psd|eps|jxl)$"
+)
+_FILM = re.compile(r"\.(mp4|m4v|mkv|avi|mov|webm|mpe?g|wmv|flv|ogv|3gp)$")
 _DESCRIPTION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|requirements)\b", re.I)
 _METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
 _QUERY = re.compile(r"[?#].*")
@@ -66,6 +70,20 @@ def codec_of(name: str) -> str | None:
 def is_binary(name: str) -> bool:
     """True if the extension is one of a format that holds no text and is not read."""
     return kind_of(name) is None and _BINARY.search(_uncompressed(name)) is not None
+
+
+def is_picture(name: str) -> bool:
+    """True if the extension is one of pictures, of which some formats are not read.
+
+    >>> is_picture("A.JPG"), is_picture("https://host/a.webp?size=2"), is_picture("a.mp4"), is_film("b/a.mp4")
+    (True, True, False, True)
+    """
+    return _PICTURE.search(_last_part(name)) is not None
+
+
+def is_film(name: str) -> bool:
+    """True if the extension is one of films, which are not decoded."""
+    return _FILM.search(_last_part(name)) is not None
 
 
 def is_description(name: str) -> bool:

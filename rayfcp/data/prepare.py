@@ -297,7 +297,7 @@ def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[[InputFile], 
     from rayfcp.data.vision.processors import load_processor
     from rayfcp.data.vision.rows import RowEncoder
 
-    return partial(read, media=RowEncoder(load_processor(data.processor), data))
+    return partial(read, media=RowEncoder(load_processor(data.processor), data, account=account))
 
 
 def _merged(

@@ -47,6 +47,7 @@ class BadReason(StrEnum):
     IMAGE_MISSING = "picture_missing"
     IMAGE_UNREADABLE = "picture_unreadable"
     IMAGE_TOO_LARGE = "picture_too_large"
+    IMAGE_SHAPE = "picture_shape"
     MARKERS_MISMATCH = "markers_mismatch"
     BAD_MESSAGES = "bad_messages"
     BAD_WEIGHT = "bad_weight"

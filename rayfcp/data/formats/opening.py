@@ -62,6 +62,16 @@ def _decompressed(stored: io.BufferedReader, codec: str) -> Any:
     return module.open(stored, "rb")
 
 
+def named_head(head: bytes) -> str | None:
+    """Return what a file is that begins with these bytes, if it is surely no picture, text or table; None otherwise."""
+    if head.startswith(_POINTER):
+        return "a Git LFS pointer, not the data"
+    if _MARKUP.match(head):
+        return "a page of HTML or XML, e.g. for a login or an error, not the data"
+    coded = _CODED.match(head)
+    return coded and f"{coded.lastgroup} bytes"
+
+
 def _check_head(head: bytes, file: InputFile, *, is_coded: bool) -> None:
     head = head[:_HEAD_BYTES]
     if head.startswith(_POINTER):

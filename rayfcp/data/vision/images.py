@@ -2,15 +2,17 @@
 
 import hashlib
 import io
-import warnings
+import re
 from contextlib import ExitStack
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 
 from rayfcp.config import ConfigError
+from rayfcp.data.formats.opening import named_head
 from rayfcp.data.manifest import whole_file
 from rayfcp.data.rows import BadReason, BadRowError
 from rayfcp.data.vision.layout import RowImages
@@ -19,26 +21,47 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-_ORIENTATION = 0x0112
-"""EXIF tag of the camera's orientation."""
+FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's names of the formats that are read. Formats that start other programs (EPS, WMF) or have no header of their
+own are never tried."""
+_OTHERS = (
+    (re.compile(rb".{4}ftyp(hei[cfmsx]|hev[cx]|mif1|msf1)", re.DOTALL), "HEIC"),
+    (
+        re.compile(rb".{4}ftyp(?!avi[fs])|\x1aE\xdf\xa3|RIFF.{4}AVI ", re.DOTALL),
+        "a film, whose frames must be given as pictures",
+    ),
+    (
+        re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg[^>]*>\s*)?<svg", re.DOTALL),
+        "SVG",
+    ),
+    (re.compile(rb"%!PS|\xc5\xd0\xd3\xc6"), "EPS"),
+    (re.compile(rb"8BPS"), "PSD"),
+    (re.compile(rb"\xff\x0a|\x00\x00\x00\x0cJXL "), "JPEG XL"),
+)
+"""Formats that are not read, told by their first bytes."""
+_HEAD_BYTES, _PREFIX_BYTES = 512, 16
+"""First bytes that are looked at, and those by which Pillow's formats are recognised."""
+_ORIENTATION, _BITS, _PHOTOMETRIC = 0x0112, 0x0102, 0x0106
+"""Tags of EXIF and TIFF."""
+_ADDRESS = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>")
 
 
 def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
     """Height and width of an upright image from its header; no pixel is decoded.
 
     Raises:
-        BadRowError: Not an image, or one of more than `max_pixels` pixels.
+        BadRowError: Not an image, one of more than `max_pixels` pixels, or one of 32-bit grey.
     """
-    library = _pillow()
-    try:
-        with _open(file) as image:
-            width, height = image.size
+    with _open(file) as image:
+        width, height = image.size
+        unknown, kind = _unknown_range(image), image.format
+        try:
             turned = _orientation(image) >= 5
-    except library.DecompressionBombError as error:
-        raise BadRowError(BadReason.IMAGE_TOO_LARGE, error) from error
-    except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
-        raise BadRowError(BadReason.IMAGE_UNREADABLE, error) from error
+        except Exception as error:  # of broken EXIF data
+            raise BadRowError(BadReason.IMAGE_UNREADABLE, f"a {kind} with broken EXIF data: {error}") from error
+    if unknown:
+        detail = f"a {kind} of {unknown}; store it with 8 or 16 bits"
+        raise BadRowError(BadReason.IMAGE_UNREADABLE, detail)
     if height * width > max_pixels:
         detail = f"{width} x {height} pixels, data.max_picture_pixels is {max_pixels}"
         raise BadRowError(BadReason.IMAGE_TOO_LARGE, detail)
@@ -46,7 +69,8 @@ def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
 
 
 def decoded(data: bytes) -> "Image":
-    """The image in RGB, upright; the first frame of an animation.
+    """The image in RGB, upright; the first frame of an animation. 16-bit grey is scaled to 8 bits, and what is
+    transparent is laid on white.
 
     Raises:
         Exception: The bytes are broken; the type depends on the format.
@@ -56,8 +80,22 @@ def decoded(data: bytes) -> "Image":
     with _open(io.BytesIO(data)) as image:
         turned = _orientation(image) > 1
         image.load()
-        upright = ImageOps.exif_transpose(image) if turned else image
-        return upright.convert("RGB")
+        return _in_rgb(ImageOps.exif_transpose(image) if turned else image)
+
+
+def _in_rgb(image: "Image") -> "Image":
+    library = _pillow()
+    if image.mode.startswith("I"):  # 16 bits, which Pillow's own conversion clips at 255
+        values = np.asarray(image)
+        grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+        if isinstance(clear := image.info.get("transparency"), int):
+            grey[values == clear] = 255
+        return library.fromarray(grey).convert("RGB")  # type: ignore[no-any-return]
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    seen = image.convert("RGBA")
+    white = library.new("RGBA", seen.size, "white")
+    return library.alpha_composite(white, seen).convert("RGB")  # type: ignore[no-any-return]
 
 
 @cache
@@ -72,11 +110,30 @@ def _pillow() -> Any:
 
 
 def _open(file: IO[bytes]) -> "Image":
+    """Open the image by the format that its first bytes name. `Image.open` would add Pillow's own bound on pixels,
+    which is one for the whole process, and names what it does not know by an address.
+
+    Raises:
+        BadRowError: The bytes begin like no format that is read, or the header is broken.
+    """
     library = _pillow()
-    with warnings.catch_warnings():
-        # `max_pixels` is our own bound.
-        warnings.simplefilter("ignore", library.DecompressionBombWarning)
-        return library.open(file, formats=_FORMATS)  # type: ignore[no-any-return]
+    head = file.read(_HEAD_BYTES)
+    other = next((kind for pattern, kind in _OTHERS if pattern.match(head)), None) or named_head(head)
+    for name in FORMATS:
+        factory, accepts = library.OPEN.get(name, (None, None))
+        if factory is None or not (accepted := accepts(head[:_PREFIX_BYTES])):
+            continue
+        if isinstance(accepted, str):
+            raise BadRowError(BadReason.IMAGE_UNREADABLE, f"{name}, which this build of Pillow does not read")
+        file.seek(0)
+        try:
+            return factory(file, "")  # type: ignore[no-any-return]
+        except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
+            if other is None:
+                detail = f"a broken {name}: {_ADDRESS.sub('it', str(error)) or type(error).__name__}"
+                raise BadRowError(BadReason.IMAGE_UNREADABLE, detail) from error
+    found = (other or f"bytes that begin with {head[:8].hex(' ')}") if head else "an empty file"
+    raise BadRowError(BadReason.IMAGE_UNREADABLE, f"{found}, must be one of {', '.join(FORMATS)}")
 
 
 def _orientation(image: "Image") -> int:
@@ -87,31 +144,47 @@ def _orientation(image: "Image") -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
+def _unknown_range(image: "Image") -> str | None:
+    """Return what values an image has that cannot be scaled to 8 bits; None if its values can be."""
+    tags = image.tag_v2 if image.format == "TIFF" else {}  # type: ignore[attr-defined]
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):  # PPM's are scaled to 16 bits by Pillow
+        return "32-bit values, whose range it does not state"
+    if image.mode.startswith("I;16") and (tags.get(_BITS) == (12,) or tags.get(_PHOTOMETRIC) == 0):
+        return "12-bit values" if tags.get(_BITS) == (12,) else "16-bit values with white as 0"
+    return None
+
+
 class ImageFile:
-    """Writes the image file beside a shard, row by row: all bytes end to end, so that an image is one read of a range.
-    It is closed with `stack`, as the shard is."""
+    """Writes the image file beside a shard, row by row: the bytes of different images end to end, so that an image is
+    one read of a range. Equal images are written once. It is closed with `stack`, as the shard is."""
 
     def __init__(self, stack: ExitStack, fs: fsspec.AbstractFileSystem, *, path: str) -> None:
         self._file: IO[bytes] = stack.enter_context(whole_file(fs, path))
         self._hash = hashlib.blake2b(digest_size=16)
         self._rows: list[tuple[list[int], list[int], list[int]]] = []
-        self.num_bytes = 0
+        self._starts: dict[bytes, int] = {}
+        self._read_bytes = self.num_bytes = 0
 
     @property
     def digest(self) -> bytes:
-        """Hash of all rows so far and their bytes."""
+        """Hash of all rows so far and their bytes. It does not depend on which images are equal."""
         return self._hash.digest()
 
     def add(self, images: RowImages | None) -> None:
-        """Write the parts of the next row, if any."""
+        """Write the parts of the next row, if any, that no row before has."""
         items, runs = ([], []) if images is None else (images.items.ravel().tolist(), images.runs.ravel().tolist())
         places: list[int] = []
+        named: list[int] = []
         for part in () if images is None else images.parts:
-            self._file.write(part)
+            start = self._starts.setdefault(hashlib.blake2b(part, digest_size=16).digest(), self.num_bytes)
+            if start == self.num_bytes:
+                self._file.write(part)
+                self.num_bytes += len(part)
+            places += [start, len(part)]
             self._hash.update(part)
-            places += [self.num_bytes, len(part)]
-            self.num_bytes += len(part)
-        self._hash.update(repr((items, runs, places)).encode())
+            named += [self._read_bytes, len(part)]
+            self._read_bytes += len(part)
+        self._hash.update(repr((items, runs, named)).encode())
         self._rows.append((items, runs, places))
 
     def take(self) -> dict[str, pa.Array]:

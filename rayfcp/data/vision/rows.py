@@ -6,36 +6,31 @@ image is bytes, a path, or `{"bytes": ..., "path": ...}`; a video is a list of i
 the folder of the row's file.
 """
 
-import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
-from rayfcp.data.manifest import join, resolve
+from rayfcp.data.account import ReadAccount
 from rayfcp.data.messages import LOST_KEYS
 from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row
-from rayfcp.data.vision.images import header_size
 from rayfcp.data.vision.layout import RUN_FIELDS, MediaGrid, RowImages
 from rayfcp.data.vision.processors import ImageTokenizer
+from rayfcp.data.vision.references import Picture, PictureReader, listed, videos_of
+from rayfcp.values.counted import counted
 
 _MARKER = re.compile(r"<(image|video)>")
-
-
-class _File(NamedTuple):
-    data: bytes
-    size: tuple[int, int]
 
 
 class RowEncoder:
     """Encodes rows by the model's processor and the rules of `data`; a `MediaEncoder` of `rayfcp.data.readers`."""
 
-    def __init__(self, tokenizer: ImageTokenizer, data: DataConfig) -> None:
+    def __init__(self, tokenizer: ImageTokenizer, data: DataConfig, *, account: ReadAccount) -> None:
         self._tokenizer, self._data = tokenizer, data
+        self._read = PictureReader(data, account=account)
 
     def __call__(self, media: Mapping[str, Any], url: str) -> TokenRow:
         """Tokens of the row and the files of its images. `url`: the file that holds the row.
@@ -44,12 +39,11 @@ class RowEncoder:
             BadRowError: Anything in it cannot be used.
         """
         tokenizer, folder = self._tokenizer, url.rsplit("/", 1)[0]
-        images = _listed(media.get("images"), name="images")
-        videos = [_frames(video) for video in _listed(media.get("videos"), name="videos")]
+        images, videos = listed(media.get("images"), name="images"), videos_of(media.get("videos"))
         text = _rendered(media, tokenizer)
         files = {
-            False: [[self._file(image, folder=folder)] for image in images],
-            True: [[self._file(frame, folder=folder) for frame in frames] for frames in videos],
+            False: [[self._read(image, folder=folder)] for image in images],
+            True: [[self._read(frame, folder=folder) for frame in frames] for frames in videos],
         }
         grids = [_grid(each, is_video=kind, tokenizer=tokenizer) for kind in (False, True) for each in files[kind]]
         tokens, items, runs = tokenizer.encode_images(text, grids, fps=self._data.video_fps)
@@ -63,27 +57,6 @@ class RowEncoder:
         parts = tuple(part.data for item in items for part in next(left[bool(item.is_video)]))
         numbers = np.array([[getattr(run, name) for name in RUN_FIELDS] for run in runs])
         return replace(row, images=RowImages(items=np.array(items), runs=numbers, parts=parts))
-
-    def _file(self, image: Any, *, folder: str) -> _File:
-        """The bytes of an image, after its header was checked."""
-        data, path = image, image
-        max_pixels = self._data.max_picture_pixels
-        if isinstance(image, Mapping):
-            data, path = image.get("bytes"), image.get("path")
-        if isinstance(data, bytes):
-            return _File(data=data, size=header_size(io.BytesIO(data), max_pixels=max_pixels))
-        if not isinstance(path, str) or not path:
-            raise BadRowError(BadReason.WRONG_TYPE, "an image must be bytes or a path")
-        try:
-            fs, place = resolve(path if "://" in path or path.startswith("/") else join(folder, path))
-            with fs.open(place, "rb") as file:
-                size = header_size(file, max_pixels=max_pixels)
-                file.seek(0)
-                return _File(data=file.read(), size=size)
-        except (OSError, ConfigError) as error:
-            raise BadRowError(BadReason.IMAGE_MISSING, f"{path}: {error}") from error
-        except BadRowError as error:
-            raise BadRowError(error.reason, f"{path}: {error.detail}") from error
 
 
 def _rendered(media: Mapping[str, Any], tokenizer: ImageTokenizer) -> str:
@@ -140,18 +113,14 @@ def _listed(value: Any, *, name: str) -> list[Any]:
     return list(value)
 
 
-def _frames(video: Any) -> list[Any]:
-    if not isinstance(video, list | tuple) or not video:
-        raise BadRowError(BadReason.WRONG_TYPE, "a video must be a list of frames")
-    return list(video)
-
-
-def _grid(files: list[_File], *, is_video: bool, tokenizer: ImageTokenizer) -> MediaGrid:
+def _grid(files: list[Picture], *, is_video: bool, tokenizer: ImageTokenizer) -> MediaGrid:
     sizes = {file.size for file in files}
     if len(sizes) > 1:
-        raise BadRowError(BadReason.IMAGE_UNREADABLE, f"frames of {len(sizes)} sizes in one video")
+        raise BadRowError(BadReason.IMAGE_SHAPE, f"frames of {len(sizes)} sizes in one video")
     family, (size,) = tokenizer.family, sizes
     try:
         return family.video_grid(size, len(files)) if is_video else family.image_grid(size)
     except ValueError as error:  # the library's rule has bounds of its own
-        raise BadRowError(BadReason.IMAGE_UNREADABLE, error) from error
+        what = f"a video of {counted(len(files), 'frame')}" if is_video else "a picture"
+        detail = f"{what} of {size[1]} x {size[0]} pixels: the processor refuses it: {error}"
+        raise BadRowError(BadReason.IMAGE_SHAPE, detail) from error
