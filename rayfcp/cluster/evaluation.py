@@ -233,8 +233,8 @@ def _for_sequences(found: Subject, *, longest_tokens: int) -> Subject:
     """The subject with given sequences as its only set, in place of the data that the configuration names."""
     data: dict[str, Any] = {"paths": ["none"], "format": "prepared", "rows": None}
     data |= {"max_seqlen": longest_tokens, "long_sequences": "cut"}
-    if found.config.model.path is not None and found.config.data.processor is None:
-        data["tokenizer"] = ByteTokenizer.name  # none is needed, and the model's folder may have none
+    if found.config.model.path is not None:  # none is needed, and the model's folder may have none
+        data |= {"tokenizer": ByteTokenizer.name, "processor": None}
     sets = {SEQUENCES: {"paths": ["none"], "format": "prepared"}}
     return found.without_training(
         loss=LossConfig().model_dump(), data=data, eval={"sets": sets, "batches": None, "every_steps": None}

@@ -268,7 +268,8 @@ class FlexTrainer:
         with sigterm_interrupts() as heed_sigterm:
             if config.cluster.address is None:
                 check_free(run_dir)  # before Ray is started for a controller that would find out
-            watcher.log(config.model.weights)
+            for line in filter(None, (config.model.weights, config.pictures)):
+                watcher.log(line)
             watcher.log("connecting to Ray")
             with connected(config):
                 heed_sigterm()

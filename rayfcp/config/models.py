@@ -1,6 +1,8 @@
 """The sections of a run's configuration, each key with its meaning and bounds."""
 
+import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +17,7 @@ from pydantic import (
 )
 
 from rayfcp.config.adapting import LoraConfig, RopeConfig
-from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.architecture import VISION_FAMILIES, ArchitectureConfig
 from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints, preset
 from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalConfig
@@ -205,6 +207,21 @@ def has_weights(path: str) -> bool:
     name, or a folder of other machines) is taken to have them."""
     folder = Path(path).expanduser()
     return not folder.is_dir() or any(each.suffix in WEIGHT_SUFFIXES for each in folder.iterdir())
+
+
+def is_vision_model(path: str) -> bool:
+    """Return whether `model.path` is a folder with a model that reads pictures."""
+    try:
+        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("model_type") in VISION_FAMILIES
+
+
+def _has_processor(path: str) -> bool:
+    """True if the files of a processor are in the folder, and Pillow is there to run it."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return any((Path(path).expanduser() / name).exists() for name in names) and find_spec("PIL") is not None
 
 
 def _section(given: Any) -> Any:
@@ -420,6 +437,20 @@ class Config(Section):
     def run_dir(self) -> str:
         return self.run.dir or f"runs/{self.run.name}"
 
+    @property
+    def pictures(self) -> str | None:
+        """Return one line on how pictures of rows are read; None for a model that is known to read none."""
+        path, processor = self.model.path, self.data.processor
+        if processor is not None:
+            return f"pictures are read by the processor of {'model.path' if processor == path else processor}"
+        if path is None or not is_vision_model(path):
+            return None
+        return (
+            "pictures are not read, rows that have some are refused: data.processor is not set, and model.path stands "
+            "for it only in runs of loss.type cross_entropy without data.tokenizer and data.streaming, with a "
+            "preprocessor_config.json in the folder and Pillow (pip install 'rayfcp[vision]')"
+        )
+
     def compiles_layers(self, *, by_default: bool) -> bool:
         """Whether layers are to be compiled on devices that do so `by_default` or not."""
         if self.train.compile != "auto":
@@ -458,7 +489,9 @@ class Config(Section):
                 f"({self.cluster.tensor_parallel}); set one of them back"
             )
         if self.model.path is not None and self.data.tokenizer is None and self.data.processor is None:
-            data = self.data.model_copy(update={"tokenizer": self.model.path})
+            takes_pictures = ROWS[self.loss.type] == "sequences" and not self.data.streaming
+            has_processor = takes_pictures and is_vision_model(self.model.path) and _has_processor(self.model.path)
+            data = self.data.model_copy(update={"processor" if has_processor else "tokenizer": self.model.path})
             object.__setattr__(self, "data", data)  # the section is frozen
         self._check_rows()
         for name, each in self.eval.sets.items():

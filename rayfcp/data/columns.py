@@ -1,22 +1,27 @@
 """Forms of rows: choice of the form by the columns that have values, and of the columns that it does not use."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rayfcp.data.formats import Record
+from rayfcp.data.kinds import is_film, is_picture
 from rayfcp.data.masks import MASK_COLUMNS, UNREAD_MASKS
 from rayfcp.data.messages import BESIDE, CHAT_FORMS, Forms
 from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, RawRow, checked_text, printable
 
-MEDIA_COLUMNS = ("messages", "images", "videos")
-"""Columns of rows with images, read if there is a `MediaEncoder`."""
+_SINGLE = ("image", "video")
+_PICTURES = ("images", "videos", *_SINGLE)
+MEDIA_COLUMNS = ("messages", *_PICTURES)
+"""Columns of rows with images, read if there is a `MediaEncoder`; `image` and `video` hold one."""
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 
 _BESIDE_TEXT = ("tools", "system")
-_PICTURES = ("images", "videos")
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
+_FILE_NAMES = re.compile(r"(.+_)?file_names?")
+"""Columns of a file `metadata.*` that name files beside it, as the library `datasets` has them."""
 _NAMED_COLUMNS = 8
 """Number of a row's columns that an error names."""
 
@@ -45,13 +50,15 @@ class RowColumns:
     """Columns that rows are read from: tokens with their masks, a text, the media columns if `media`, conversations if
     `chat`. With `whole` only rows of these forms are read, and `chat` encodes them.
 
-    A row is read in the first form whose needed columns it has. A text may also be a list of messages.
+    A row is read in the first form whose needed columns it has. A text may also be a list of messages. If
+    `is_metadata`, columns such as `file_name` name pictures, which become `images`.
     """
 
     text: str
     media: bool = False
     chat: bool = False
     whole: Forms = ()
+    is_metadata: bool = False
     _choices: dict[Any, _Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def choose(self, names: Sequence[str]) -> list[str]:
@@ -64,6 +71,7 @@ class RowColumns:
         if not any(set(form.needs) <= set(names) for form in forms):
             raise self.missing(names)
         known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES])
+        known.update(dict.fromkeys(name for name in names if self.is_metadata and _FILE_NAMES.fullmatch(name)))
         return [name for name in known if name in names]
 
     def row(self, record: Record) -> RawRow:
@@ -72,7 +80,7 @@ class RowColumns:
         Raises:
             BadRowError: It has no form, or a column without a place in its form.
         """
-        values = record.values
+        values = _with_pictures(record.values) if self.is_metadata else record.values
         given = tuple(name for name, value in values.items() if value is not None)
         filled = tuple(name for name in given if not _is_empty(values[name]))
         has_messages = isinstance(values.get(self.text), list | tuple)
@@ -83,6 +91,8 @@ class RowColumns:
             if len(self._choices) < _MAX_CHOICES:
                 self._choices[key] = choice
         form, ignored = choice
+        if lost := next((name for name in filled if name not in form.columns and is_files(values[name])), None):
+            raise self._refusal(form, lost)
         if record.unread:
             ignored = (*ignored, *map(printable, record.unread))
         if form.kind == "text":
@@ -93,6 +103,7 @@ class RowColumns:
             used["messages"] = used.pop(self.text)
         if form.kind == "media":
             used = {"text": values.get(self.text), **used}
+            used.update({f"{name}s": _several(used.pop(name), name) for name in _SINGLE if name in used})
         columns: dict[str, Any] = {form.kind: used}
         return RawRow(row=record.row, ignored=ignored, **columns)
 
@@ -142,15 +153,24 @@ class RowColumns:
             refused |= set(_PICTURES)
         if found := sorted(refused.intersection(filled)):
             raise self._refusal(form, found[0])
+        if twice := next((name for name in _SINGLE if {name, f"{name}s"} <= set(filled)), None):
+            raise _two_columns(twice, f"{twice}s")
         used = {*form.needs, *form.uses}
         return _Choice(form, tuple(printable(name) for name in filled if name not in used))
 
     def _refusal(self, form: RowForm, name: str) -> BadRowError:
-        beside = f"{name} beside {form.needs[0]}"
+        shown = "file_name" if self.is_metadata and name == "images" else printable(name)
+        beside = f"{shown} beside {form.needs[0]}"
         if name in _PICTURES and not self.media:
-            return BadRowError(BadReason.NO_PROCESSOR, f"{beside}: set data.processor, or leave the column out")
+            detail = f"{beside}: set data.processor, of a model that reads pictures, or leave the column out"
+            return BadRowError(BadReason.NO_PROCESSOR, detail)
         if name in UNREAD_MASKS:
             return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} is not read: give {UNREAD_MASKS[name]}")
+        if name not in form.refuses:
+            detail = (
+                f"{beside} holds files, bytes with their path: name it images if these are pictures, or leave it out"
+            )
+            return BadRowError(BadReason.UNUSED_COLUMN, detail)
         remedy = "leave the column out" if form.kind != "text" else "give messages, or leave the column out"
         return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} has no place there: {remedy}")
 
@@ -159,5 +179,46 @@ _MAX_CHOICES = 1 << 12
 """Bound on remembered forms, since each row may have column names of its own."""
 
 
+def _several(value: Any, name: str) -> list[Any]:
+    """Return the value of the column `image` or `video` as that of `images` or `videos`. A list is several pictures,
+    and the frames of one video."""
+    is_several = isinstance(value, list) and (name == "image" or any(isinstance(each, list) for each in value))
+    return value if is_several else [value]
+
+
+def is_files(value: Any) -> bool:
+    """True for a file as the library `datasets` stores it, bytes and path, and for a list of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and is_files(value[0])
+    return isinstance(value, dict) and value.keys() <= {"bytes", "path"} and value.get("bytes") is not None
+
+
+def _with_pictures(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the row with the pictures and films that its columns name as `images` and `videos`.
+
+    Raises:
+        BadRowError: It has such a column as well.
+    """
+    others, found = dict(values), dict[str, list[Any]]()
+    for name, value in values.items():
+        names = value if isinstance(value, list) else [value]
+        if not _FILE_NAMES.fullmatch(name) or not names or not all(isinstance(each, str) for each in names):
+            continue
+        kind = "images" if all(map(is_picture, names)) else "videos" if all(map(is_film, names)) else None
+        if kind is not None:
+            del others[name]
+            found.setdefault(kind, []).extend(names)
+    if twice := next((each for kind in found for each in (kind, kind[:-1]) if others.get(each)), None):
+        raise _two_columns("file_name", twice)
+    return {**others, **found}
+
+
+def _two_columns(first: str, second: str) -> BadRowError:
+    return BadRowError(BadReason.UNUSED_COLUMN, f"{first} beside {second}: two columns of pictures; leave one out")
+
+
 def _is_empty(value: Any) -> bool:
-    return isinstance(value, str | bytes | list | tuple | dict) and not value
+    """True for texts and lists without content, and for an object without a value, such as a picture that is null."""
+    if isinstance(value, dict):
+        return all(each is None for each in value.values())
+    return isinstance(value, str | bytes | list | tuple) and not value

@@ -72,6 +72,15 @@ def is_binary(name: str) -> bool:
     return kind_of(name) is None and _BINARY.search(_uncompressed(name)) is not None
 
 
+def is_metadata(name: str) -> bool:
+    """True for a file that describes the pictures beside it, as the library `datasets` has them.
+
+    >>> is_metadata("cats/metadata.csv"), is_metadata("cats/metadata.jsonl.gz"), is_metadata("cats/data.csv")
+    (True, True, False)
+    """
+    return kind_of(name) is not None and _last_part(name).startswith("metadata.")
+
+
 def is_picture(name: str) -> bool:
     """True if the extension is one of pictures, of which some formats are not read.
 

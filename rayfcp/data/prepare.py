@@ -40,11 +40,11 @@ from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
 from rayfcp.data.sources import Discovery, InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
 from rayfcp.data.storage import UnreadableFileError, check_unreadable
-from rayfcp.data.tokenizer import tokenizer_of
+from rayfcp.data.tokenizer import load_tokenizer, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
-READ_RULES = 1
+READ_RULES = 2
 """Version of the rules that make rows of files and tokens of rows. Raise it when they change for any input, so that
 caches of other rules are not used."""
 
@@ -114,7 +114,7 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
         out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=discover(data).files)}")
         return prepare(data, out_dir=out_dir, progress=progress)
     tokenizer = tokenizer_of(data)
-    if prepared.tokenizer_fingerprint != tokenizer.fingerprint:
+    if prepared.tokenizer_fingerprint != tokenizer.fingerprint and not _is_text_of(prepared, data.processor):
         key = "processor" if data.processor else "tokenizer"
         raise ConfigError(
             f"data.{key} is {tokenizer.name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
@@ -127,6 +127,14 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
         )
     _check_bad(prepared, data)
     return prepared
+
+
+def _is_text_of(prepared: PreparedManifest, processor: str | None) -> bool:
+    """True if rows without pictures were prepared with the tokenizer of `processor`, and without its rules for
+    pictures."""
+    if processor is None or any(shard.picture_bytes for shard in prepared.shards):
+        return False
+    return prepared.tokenizer_fingerprint == load_tokenizer(processor).fingerprint
 
 
 def _of_sources(

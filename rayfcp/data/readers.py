@@ -7,6 +7,7 @@ from typing import Any
 from rayfcp.data.account import ReadAccount
 from rayfcp.data.columns import LARGE_COLUMNS, RowColumns
 from rayfcp.data.formats import Record, TableColumns, read_records
+from rayfcp.data.kinds import is_metadata
 from rayfcp.data.messages import Forms
 from rayfcp.data.pretokenized import token_rows
 from rayfcp.data.rows import BadRow, BadRowError, RawRow, TokenRow
@@ -47,7 +48,13 @@ def read_rows(
         UnreadableFileError: The file cannot be read from here on.
     """
     account = ReadAccount() if account is None else account
-    columns = RowColumns(text=text_column, media=media is not None, chat=chat is not None, whole=whole)
+    columns = RowColumns(
+        text=text_column,
+        media=media is not None,
+        chat=chat is not None,
+        whole=whole,
+        is_metadata=is_metadata(file.url),
+    )
     encoder = _Encoder(url=file.url, tokenizer=tokenizer, media=media, chat=chat, account=account)
     pending: list[RawRow | BadRow] = []
     size = 0

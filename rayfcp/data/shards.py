@@ -250,6 +250,7 @@ class TokenReader:
 
     def __init__(self, source: "PreparedManifest | Stream") -> None:
         self._opened = lru_cache(_OPEN_SHARDS)(lambda shard: ShardReader(*source.shard(shard)))
+        self.has_images = any(shard.picture_bytes for shard in getattr(source, "shards", ()))  # a stream has none
 
     @classmethod
     def open(cls, folder: str) -> Self:

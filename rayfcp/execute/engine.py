@@ -99,7 +99,8 @@ class RankEngine:
 
     def _open_source(self, folder: str) -> DataSource:
         reader, processor = TokenReader.open(folder), self._config.data.processor
-        vision = VisionLoader(reader, processor, device=self.device) if processor is not None else None
+        has_images = processor is not None and reader.has_images  # else a host needs neither processor nor Pillow
+        vision = VisionLoader(reader, processor, device=self.device) if has_images and processor is not None else None
         return DataSource(reader, vision)
 
     @property

@@ -131,7 +131,7 @@ def rows_before_error(path: Path) -> list[list[int] | str]:
 def test_webdataset_shards(tmp_path: Path, name: str) -> None:
     members = [
         ("one/000.txt", b"ab"),
-        ("one/000.jpg", b"\xff"),
+        ("one/000.wav", b"\xff"),
         ("one/001.json", b'{"text": "c"}'),
         ("one/001.cls", b"3"),
         ("two/001.seg.txt", b"not read"),
@@ -139,10 +139,12 @@ def test_webdataset_shards(tmp_path: Path, name: str) -> None:
         ("two/003.json", b"{"),
         ("two/004.json", b'{"input_ids": [1, 2]}'),
         ("two/005.txt", b""),
+        ("two/006.txt", b"of a picture"),
+        ("two/006.jpg", b"\xff"),
     ]
     write_tar(tmp_path / name, members)
     want = [[97, 98, EOS], [99, EOS], "missing_column@2", "not_utf8@3", "bad_json@4", [1, 2], "empty@6"]
-    assert tokens_of(read_all(tmp_path)) == want
+    assert tokens_of(read_all(tmp_path)) == [*want, "no_processor@7"]
     if name == "a.tar":
         os.truncate(tmp_path / name, 1500)
         assert rows_before_error(tmp_path) == [[97, 98, EOS]]
@@ -306,6 +308,13 @@ REFUSED: list[tuple[dict[str, Any], BadReason, str]] = [
     ({"text": "a", "tools": "[{}]"}, BadReason.UNUSED_COLUMN, "tools beside text has no place there"),
     ({"text": "a", "system": "be"}, BadReason.UNUSED_COLUMN, "system beside text"),
     ({"text": "a", "images": ["b.png"]}, BadReason.NO_PROCESSOR, "images beside text: set data.processor"),
+    ({"text": "a", "image": {"bytes": "x", "path": None}}, BadReason.NO_PROCESSOR, "image beside text"),
+    ({"text": "a", "photo": {"bytes": "x", "path": None}}, BadReason.UNUSED_COLUMN, "photo beside text holds files"),
+    (
+        {"text": "a", "shots": [{"bytes": b"x", "path": "a.b"}]},
+        BadReason.UNUSED_COLUMN,
+        "shots beside text holds files",
+    ),
     ({"input_ids": [1, 2], "videos": [["b.png"]]}, BadReason.NO_PROCESSOR, "videos beside input_ids"),
     ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "has columns content, id, neither input_ids nor text, mess"),
     ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "set data.text_column"),

@@ -48,12 +48,12 @@ def fetched(pixels: Sequence[Any], *, patience_s: float) -> dict[ImageRange, Dec
 
 
 class Decoders:
-    """`data.decoder_actors` decoders, used round-robin; none without `data.processor`. The runtime restarts a lost one
+    """`data.decoder_actors` decoders, used round-robin; none for data without images. The runtime restarts a lost one
     and repeats its requests, twice at most. Images are decoded up to `ahead` steps before they run."""
 
     def __init__(self, config: Config, *, runtime: Runtime, data_dir: str) -> None:
         self._runtime, name = runtime, config.data.processor
-        count = config.data.decoder_actors if name is not None else 0
+        count = config.data.decoder_actors if name is not None and TokenReader.open(data_dir).has_images else 0
         self._actors = [runtime.start(ActorSpec(role=Role.DECODER), name, data_dir) for _ in range(count)]
         self._starting = {actor.ready.remote(): actor for actor in self._actors}
         self._running: list[Any] = []

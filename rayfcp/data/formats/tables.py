@@ -21,8 +21,9 @@ def parquet_records(handle: io.BufferedReader, file: InputFile, *, columns: Tabl
     """Yield rows of the row groups that begin in the file's piece."""
     parquet = pq.ParquetFile(handle)
     names = parquet.schema_arrow.names
-    chosen = columns.of_table(names, url=file.url)
-    batch_rows = _LARGE_COLUMN_ROWS if columns.large.intersection(chosen) else _COLUMN_ROWS
+    files = _files(parquet.schema_arrow)
+    chosen = list(dict.fromkeys((*columns.of_table(names, url=file.url), *files)))
+    batch_rows = _LARGE_COLUMN_ROWS if columns.large.intersection(chosen) or files else _COLUMN_ROWS
     row = 0
     for group in range(parquet.metadata.num_row_groups):
         if file.is_piece and not file.start <= _offset(parquet.metadata.row_group(group)) < file.stop:
@@ -30,6 +31,15 @@ def parquet_records(handle: io.BufferedReader, file: InputFile, *, columns: Tabl
         for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=chosen):
             yield from _batch_records(batch, first=row, file=file, names=names)
             row += batch.num_rows
+
+
+def _files(schema: pa.Schema) -> list[str]:
+    """Columns of files, bytes and path, or of lists of them: they are read wherever they are, so that none is lost."""
+    kinds = ((field.name, field.type.value_type if _is_lists(field.type) else field.type) for field in schema)
+    return [name for name, kind in kinds if pa.types.is_struct(kind) and {each.name for each in kind} == _FILE_FIELDS]
+
+
+_FILE_FIELDS = {"bytes", "path"}
 
 
 def _offset(group: Any) -> int:
@@ -48,7 +58,7 @@ def arrow_records(handle: io.BufferedReader, file: InputFile, *, columns: TableC
     else:
         reader = batches = pa.ipc.open_stream(watched)
     names = reader.schema.names
-    chosen = columns.of_table(names, url=file.url)
+    chosen = list(dict.fromkeys((*columns.of_table(names, url=file.url), *_files(reader.schema))))
     row = 0
     for batch in batches:
         yield from _batch_records(batch.select(chosen), first=row, file=file, names=names)

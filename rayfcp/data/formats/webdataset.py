@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from rayfcp.data.formats.base import Record, Records, TableColumns, record_or_bad
 from rayfcp.data.formats.lines import ARRAY, HEAD_BYTES, json_object
-from rayfcp.data.kinds import kind_of
+from rayfcp.data.kinds import is_film, is_picture, kind_of
 from rayfcp.data.rows import BadReason, BadRowError
 from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
@@ -18,8 +18,8 @@ from rayfcp.data.storage import UnreadableFileError
 
 def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
     """Yield the rows of a WebDataset shard, a tar whose members of one row follow each other and share one name up to
-    the first dot of its last part: `txt` or `text` is its text, `json` an object of columns. Other members are not
-    read.
+    the first dot of its last part: `txt`, `text` or `caption` is its text, `json` an object of columns, and pictures
+    are its images in their order. Other members are not read.
 
     Raises:
         UnreadableFileError: A member is a file of many rows.
@@ -28,8 +28,14 @@ def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCol
     with tarfile.open(fileobj=watched, mode="r|") as tar:
         keyed = ((*_key_of(member.name), member) for member in tar if member.isfile())
         for row, (_, group) in enumerate(groupby(keyed, key=itemgetter(0))):
-            found, unread = {}, []
+            found, unread, media = {}, [], {"images": list[_File](), "videos": list[_File]()}
             for _, ending, member in group:
+                if is_picture(f".{ending}") and (content := tar.extractfile(member)) is not None:
+                    media["images"].append({"path": member.name, "bytes": content.read()})
+                    continue
+                if is_film(f".{ending}"):
+                    media["videos"].append({"path": member.name})
+                    continue
                 content = tar.extractfile(member) if ending.lower() in _TAR_ENDINGS else None
                 if content is None or _TAR_ENDINGS[ending.lower()] in found:
                     _check_one_row(member.name, kind_of(member.name), file=file)
@@ -37,9 +43,8 @@ def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableCol
                 else:
                     read = found[_TAR_ENDINGS[ending.lower()]] = content.read()
                     _check_one_row(member.name, "array" if ARRAY.match(read[:HEAD_BYTES]) else None, file=file)
-            yield record_or_bad(
-                file, partial(_tar_record, found, row=row, text=columns.text, unread=tuple(unread)), row=row
-            )
+            make = partial(_tar_record, found, media, row=row, text=columns.text, unread=tuple(unread))
+            yield record_or_bad(file, make, row=row)
     end = watched.last[len(watched.last) - watched.position + tar.offset :]  # where tarfile stopped
     if len(end) < tarfile.BLOCKSIZE:  # tarfile accepts a truncated archive
         raise tarfile.ReadError("the archive breaks off: it has no blocks of zeros at its end")
@@ -74,15 +79,37 @@ class _WatchedArchive:
 
 
 _BLOCK_BYTES = 1 << 20
-_TAR_ENDINGS = {"json": "json", "txt": "text", "text": "text"}
+_TAR_ENDINGS = {"json": "json", "txt": "text", "text": "text", "caption": "text"}
+_File = dict[str, Any]
 
 
-def _tar_record(found: Mapping[str, bytes], *, row: int, text: str, unread: tuple[str, ...]) -> Record:
-    if not found:
+def _tar_record(
+    found: Mapping[str, bytes], media: Mapping[str, list[_File]], *, row: int, text: str, unread: tuple[str, ...]
+) -> Record:
+    if not found and not any(media.values()):
         raise BadRowError(BadReason.MISSING_COLUMN, f"neither json nor txt, but {', '.join(unread)}")
     values: dict[str, Any] = json_object(found["json"]) if "json" in found else {}
     if "text" in found and text in values:
         unread = (*unread, ".txt")
     elif "text" in found:
         values[text] = found["text"]
+    for name, files in media.items():
+        if files:
+            values[name] = _ordered(files, values.get(name))
     return Record(row=row, values=values, unread=unread)
+
+
+def _ordered(files: list[_File], names: Any) -> list[_File]:
+    """Return the pictures of a row, in the order of `names` if its json has some.
+
+    Raises:
+        BadRowError: The names are not those of these pictures.
+    """
+    if not names:
+        return files
+    by_name = {each["path"].rpartition("/")[2]: each for each in files}
+    wanted = [str(each).rpartition("/")[2] for each in (names if isinstance(names, list) else [names])]
+    if set(wanted) != set(by_name):
+        detail = f"its json names pictures {', '.join(wanted)[:80]}, beside it are {', '.join(by_name)[:80]}"
+        raise BadRowError(BadReason.UNUSED_COLUMN, detail)
+    return [by_name[each] for each in wanted]

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any
@@ -41,8 +42,8 @@ _OTHERS = (
 """Formats that are not read, told by their first bytes."""
 _HEAD_BYTES, _PREFIX_BYTES = 512, 16
 """First bytes that are looked at, and those by which Pillow's formats are recognised."""
-_ORIENTATION, _BITS, _PHOTOMETRIC = 0x0112, 0x0102, 0x0106
-"""Tags of EXIF and TIFF."""
+_ORIENTATION, _BITS, _PHOTOMETRIC, _EDGES = 0x0112, 0x0102, 0x0106, (0x0100, 0x0101)
+"""Tags of EXIF and TIFF: edges are width and height."""
 _ADDRESS = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>")
 
 
@@ -53,7 +54,8 @@ def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
         BadRowError: Not an image, one of more than `max_pixels` pixels, or one of 32-bit grey.
     """
     with _open(file) as image:
-        width, height = image.size
+        tags = _tiff_tags(image)
+        width, height = (tags.get(tag, edge) for tag, edge in zip(_EDGES, image.size, strict=True))  # not upright yet
         unknown, kind = _unknown_range(image), image.format
         try:
             turned = _orientation(image) >= 5
@@ -144,9 +146,13 @@ def _orientation(image: "Image") -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
+def _tiff_tags(image: "Image") -> Mapping[int, Any]:
+    return image.tag_v2 if image.format == "TIFF" else {}  # type: ignore[attr-defined]
+
+
 def _unknown_range(image: "Image") -> str | None:
     """Return what values an image has that cannot be scaled to 8 bits; None if its values can be."""
-    tags = image.tag_v2 if image.format == "TIFF" else {}  # type: ignore[attr-defined]
+    tags = _tiff_tags(image)
     if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):  # PPM's are scaled to 16 bits by Pillow
         return "32-bit values, whose range it does not state"
     if image.mode.startswith("I;16") and (tags.get(_BITS) == (12,) or tags.get(_PHOTOMETRIC) == 0):

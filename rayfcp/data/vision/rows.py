@@ -7,7 +7,7 @@ the folder of the row's file.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from rayfcp.config.data import DataConfig
 from rayfcp.data.account import ReadAccount
 from rayfcp.data.messages import LOST_KEYS
-from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row
+from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, checked_text, make_row
 from rayfcp.data.vision.layout import RUN_FIELDS, MediaGrid, RowImages
 from rayfcp.data.vision.processors import ImageTokenizer
 from rayfcp.data.vision.references import Picture, PictureReader, listed, videos_of
@@ -40,7 +40,7 @@ class RowEncoder:
         """
         tokenizer, folder = self._tokenizer, url.rsplit("/", 1)[0]
         images, videos = listed(media.get("images"), name="images"), videos_of(media.get("videos"))
-        text = _rendered(media, tokenizer)
+        text = _rendered(media, tokenizer, first=[False] * len(images) + [True] * len(videos))
         files = {
             False: [[self._read(image, folder=folder)] for image in images],
             True: [[self._read(frame, folder=folder) for frame in frames] for frames in videos],
@@ -59,8 +59,8 @@ class RowEncoder:
         return replace(row, images=RowImages(items=np.array(items), runs=numbers, parts=parts))
 
 
-def _rendered(media: Mapping[str, Any], tokenizer: ImageTokenizer) -> str:
-    """The text with the library's markers."""
+def _rendered(media: Mapping[str, Any], tokenizer: ImageTokenizer, *, first: Sequence[bool]) -> str:
+    """The text with the library's markers. A text without any is a caption: its images and videos (True) come first."""
     family = tokenizer.family
     if media.get("messages") is not None:
         messages = [_message(each) for each in _listed(media["messages"], name="messages")]
@@ -68,10 +68,13 @@ def _rendered(media: Mapping[str, Any], tokenizer: ImageTokenizer) -> str:
             return str(family.processor.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # a template is a program
             raise BadRowError(BadReason.WRONG_TYPE, f"messages do not fit the chat template: {error}") from error
-    if not isinstance(media["text"], str):
+    if not isinstance(media["text"], str | bytes):
         raise BadRowError(BadReason.MISSING_COLUMN, "images without text or messages")
+    text = checked_text(media["text"], name="text")
     marked = {"image": family.image_marker, "video": family.video_marker}
-    return _MARKER.sub(lambda match: marked[match.group(1)], media["text"])
+    text = _MARKER.sub(lambda match: marked[match.group(1)], text)
+    is_marked = any(token in text for token in (family.processor.image_token, family.processor.video_token))
+    return text if is_marked else "".join(marked["video" if each else "image"] for each in first) + text
 
 
 def _message(message: Any) -> dict[str, Any]:
