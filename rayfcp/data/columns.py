@@ -6,15 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 from rayfcp.data.formats import Record
 from rayfcp.data.masks import MASK_COLUMNS, UNREAD_MASKS
-from rayfcp.data.messages import BESIDE, CHAT_FORMS, Forms
+from rayfcp.data.messages import BESIDE, CHAT_FORMS, PICTURE_MARK, Forms
 from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, RawRow, checked_text, printable
 
-MEDIA_COLUMNS = ("messages", "images", "videos")
-"""Columns of rows with images, read if there is a `MediaEncoder`."""
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 
 _BESIDE_TEXT = ("tools", "system")
 _PICTURES = ("images", "videos")
+"""Columns that are read beside every form but tokens if there is a `MediaEncoder`."""
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _NAMED_COLUMNS = 8
@@ -25,7 +24,7 @@ class RowForm(NamedTuple):
     """A form of rows: a row has it if it has values for all of `needs`. `uses`: further columns that it reads;
     `refuses`: columns without a place in it, whose values must not be lost."""
 
-    kind: Literal["tokens", "text", "chat", "media"]
+    kind: Literal["tokens", "text", "chat"]
     needs: tuple[str, ...]
     uses: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
@@ -42,8 +41,8 @@ class _Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """Columns that rows are read from: tokens with their masks, a text, the media columns if `media`, conversations if
-    `chat`. With `whole` only rows of these forms are read, and `chat` encodes them.
+    """Columns that rows are read from: tokens with their masks, a text, conversations if `chat`; with `media` also
+    pictures beside them. With `whole` only rows of these forms are read, and `chat` encodes them.
 
     A row is read in the first form whose needed columns it has. A text may also be a list of messages.
     """
@@ -85,15 +84,16 @@ class RowColumns:
         form, ignored = choice
         if record.unread:
             ignored = (*ignored, *map(printable, record.unread))
+        used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
         if form.kind == "text":
             text = checked_text(values.get(self.text), name=self.text)
-            return RawRow(row=record.row, text=text, ignored=ignored)
-        used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
+            pictures = {name: used[name] for name in form.uses if name in filled}
+            if not pictures and not (self.media and PICTURE_MARK.search(text)):
+                return RawRow(row=record.row, text=text, ignored=ignored)
+            used = {"text": text, **pictures}
         if form.kind == "chat" and form.needs == (self.text,):
             used["messages"] = used.pop(self.text)
-        if form.kind == "media":
-            used = {"text": values.get(self.text), **used}
-        columns: dict[str, Any] = {form.kind: used}
+        columns: dict[str, Any] = {form.kind if form.kind == "tokens" or not self.media else "media": used}
         return RawRow(row=record.row, ignored=ignored, **columns)
 
     def missing(self, names: Sequence[str]) -> BadRowError:
@@ -114,15 +114,14 @@ class RowColumns:
     def _forms(self, *, has_messages: bool) -> list[RowForm]:
         if self.whole:
             return [RowForm("chat", needs, uses) for needs, uses in self.whole]
-        forms = [RowForm("tokens", ("input_ids",), TOKEN_COLUMNS, (*UNREAD_MASKS, *_PICTURES * self.media))]
-        if self.media:
-            forms += [RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), BESIDE) for name in MEDIA_COLUMNS]
+        pictures = _PICTURES if self.media else ()
+        forms = [RowForm("tokens", ("input_ids",), TOKEN_COLUMNS, (*UNREAD_MASKS, *pictures))]
         if has_messages and self.chat:
-            forms.append(RowForm("chat", (self.text,), BESIDE))
+            forms.append(RowForm("chat", (self.text,), (*BESIDE, *pictures)))
         else:
-            forms.append(RowForm("text", (self.text,), refuses=_BESIDE_TEXT))
+            forms.append(RowForm("text", (self.text,), pictures, _BESIDE_TEXT))
         if self.chat:
-            forms += [RowForm("chat", needs, uses) for needs, uses in CHAT_FORMS]
+            forms += [RowForm("chat", needs, (*uses, *pictures)) for needs, uses in CHAT_FORMS]
         return forms
 
     def _choice(
@@ -138,7 +137,7 @@ class RowColumns:
         form = fitting[0]
         # If a row also has the conversation behind its text or tokens, tools belong to that conversation.
         refused = set(form.refuses).difference(*(each.uses for each in fitting[1:] if each.kind == "chat"))
-        if form.kind != "media" and not self.media:
+        if not self.media:
             refused |= set(_PICTURES)
         if found := sorted(refused.intersection(filled)):
             raise self._refusal(form, found[0])
@@ -147,7 +146,7 @@ class RowColumns:
 
     def _refusal(self, form: RowForm, name: str) -> BadRowError:
         beside = f"{name} beside {form.needs[0]}"
-        if name in _PICTURES and not self.media:
+        if name in _PICTURES and not self.media and not self.whole:
             return BadRowError(BadReason.NO_PROCESSOR, f"{beside}: set data.processor, or leave the column out")
         if name in UNREAD_MASKS:
             return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} is not read: give {UNREAD_MASKS[name]}")
