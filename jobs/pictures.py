@@ -25,6 +25,7 @@ TEMPLATE = (
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Qwen's, without tools."""
 

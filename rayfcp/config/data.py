@@ -109,16 +109,6 @@ class DataConfig(SourceConfig):
     cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
 
     @model_validator(mode="after")
-    def _processor_renders_chats(self) -> "DataConfig":
-        if self.processor is not None and (self.chat_template is not None or self.loss_on == "last_assistant"):
-            key = "loss_on" if self.chat_template is None else "chat_template"
-            raise ValueError(
-                f"{key} is {getattr(self, key)!r}, must be absent beside processor ({self.processor!r}), whose "
-                "template renders conversations with images, all of them in the loss; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _paths_or_sources(self) -> "DataConfig":
         if not self.paths and not self.sources:
             raise ValueError(

@@ -23,7 +23,7 @@ from rayfcp.config.data import DataConfig
 from rayfcp.data.account import ReadAccount
 from rayfcp.data.messages import BESIDE, Chat, Message, read_chat, with_calls_as_text
 from rayfcp.data.rendered import RenderedCheck, Sample
-from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row, printable
+from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, checked_text, make_row, printable
 from rayfcp.data.tokenizer import SpannedTokens, Tokenizer, tokenizer_of
 
 RULES = 2
@@ -90,19 +90,24 @@ class ChatEncoder:
         added = (number for number, token in library.added_tokens_decoder.items() if token.special)
         return frozenset((*added, *library.all_special_ids))
 
-    def _completion(self, prompt: str, completion: str) -> TokenRow:
+    def _completion(self, prompt: str, completion: str, *, pictures: Sequence[Any] = ()) -> TokenRow:
         if not completion:
             raise BadRowError(BadReason.EMPTY, "completion")
         text = prompt + completion
-        tokens = self._tokens(text, is_document=True)
+        tokens = self._tokens(text, is_document=True, pictures=pictures)
         if self._data.loss_on == "all":
-            return make_row(tokens.ids)
+            return self._row(tokens, None)
         is_trained = trained_tokens(tokens, text=text, spans=[Span(len(prompt), len(text))])
         is_trained[-1] |= tokens.ids[-1] == self._tokenizer.eos_id
-        return labelled(tokens.ids, is_trained)
+        return self._row(tokens, is_trained)
 
     def _conversation(self, chat: Chat) -> list[TokenRow]:
         """The samples of a conversation, with arguments of its calls as the template takes them: objects, or text."""
+        if not chat.pictures and any(not isinstance(message["content"], str) for message in chat.messages):
+            raise BadRowError(
+                BadReason.BAD_MESSAGES,
+                "parts of a content must be of type text: pictures need data.processor, and rows that are no pairs",
+            )
         try:
             return self._encoded(chat)
         except BadRowError as error:
@@ -126,7 +131,9 @@ class ChatEncoder:
         rows = []
         for sample, spans in texts:
             self._rendered_check.check(chat, sample, template=template, render=render)
-            rows.append(self._sample(sample.text, spans))
+            rows.append(
+                self._sample(sample, spans, pictures=[each for own in chat.pictures[: sample.stop] for each in own])
+            )
         for name in self._rendered_check.unused_keys(chat, template=template, render=render):
             self._account.count("ignored_columns", printable(name))
         if texts[-1][0].stop < len(chat.messages):
@@ -148,13 +155,10 @@ class ChatEncoder:
             return [(Sample(render(), stop=last, turns=trained), self._marked(chat, trained, template=template))]
         return _by_turns(trained, render=render)
 
-    def _sample(self, text: str, spans: list[Span] | None) -> TokenRow:
-        tokens = self._tokens(text, is_document=False)
-        row = (
-            make_row(tokens.ids)
-            if spans is None
-            else labelled(tokens.ids, trained_tokens(tokens, text=text, spans=spans))
-        )
+    def _sample(self, sample: Sample, spans: list[Span] | None, *, pictures: Sequence[Any]) -> TokenRow:
+        text = sample.text
+        tokens = self._tokens(text, is_document=False, pictures=pictures)
+        row = self._row(tokens, None if spans is None else trained_tokens(tokens, text=text, spans=spans))
         without_end = self._without_end(tokens, text=text, spans=[Span(0, len(text))] if spans is None else spans)
         if without_end:
             self._account.count("without_end", self._label, by=without_end)
@@ -169,20 +173,22 @@ class ChatEncoder:
         last = np.minimum(np.searchsorted(tokens.stops, ends), tokens.ids.size - 1)
         return sum(token not in self._end_ids for token in tokens.ids[last].tolist())
 
-    def _tokens(self, text: str, *, is_document: bool) -> SpannedTokens:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRowError(BadReason.NOT_UTF8, "half of a surrogate pair") from error
-        return self._tokenizer.encode_spans(text, is_document=is_document)
+    def _row(self, tokens: SpannedTokens, is_trained: npt.NDArray[np.bool_] | None) -> TokenRow:
+        """The row of these tokens; all are trained if `is_trained` is None."""
+        return make_row(tokens.ids) if is_trained is None else labelled(tokens.ids, is_trained)
+
+    def _tokens(self, text: str, *, is_document: bool, pictures: Sequence[Any] = ()) -> SpannedTokens:  # noqa: ARG002
+        """Tokens of a text with marks of `pictures`, which this class has none of."""
+        return self._tokenizer.encode_spans(checked_text(text, name="text"), is_document=is_document)
 
     def _chosen(self, chat: Chat) -> str:
         """The template for this conversation: some tokenizers have one of its own for tools."""
         library = self._tokenizer.library
         if library is None or (self._template is None and not library.chat_template):
+            key = "tokenizer" if self._data.processor is None else "processor"
             raise BadRowError(
                 BadReason.NO_CHAT_TEMPLATE,
-                f"data.tokenizer {self._tokenizer.name!r} must be a Hugging Face tokenizer with a chat template; name "
+                f"data.{key} {self._tokenizer.name!r} must be a Hugging Face tokenizer with a chat template; name "
                 "one, or set data.chat_template beside a tokenizer without",
             )
         return str(self._template or library.get_chat_template(None, list(chat.tools) if chat.tools else None))

@@ -8,16 +8,15 @@ from typing import Any, Literal, NamedTuple
 from rayfcp.data.formats import Record
 from rayfcp.data.kinds import is_film, is_picture
 from rayfcp.data.masks import MASK_COLUMNS, UNREAD_MASKS
-from rayfcp.data.messages import BESIDE, CHAT_FORMS, Forms
+from rayfcp.data.messages import BESIDE, CHAT_FORMS, PICTURE_MARK, Forms
 from rayfcp.data.rows import TEACHER_COLUMNS, BadReason, BadRowError, RawRow, checked_text, printable
 
-_SINGLE = ("image", "video")
-_PICTURES = ("images", "videos", *_SINGLE)
-MEDIA_COLUMNS = ("messages", *_PICTURES)
-"""Columns of rows with images, read if there is a `MediaEncoder`; `image` and `video` hold one."""
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 
 _BESIDE_TEXT = ("tools", "system")
+_SINGLE = ("image", "video")
+_PICTURES = ("images", "videos", *_SINGLE)
+"""Columns that are read beside every form but tokens if there is a `MediaEncoder`; `image` and `video` hold one."""
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _FILE_NAMES = re.compile(r"(.+_)?file_names?")
@@ -30,7 +29,7 @@ class RowForm(NamedTuple):
     """A form of rows: a row has it if it has values for all of `needs`. `uses`: further columns that it reads;
     `refuses`: columns without a place in it, whose values must not be lost."""
 
-    kind: Literal["tokens", "text", "chat", "media"]
+    kind: Literal["tokens", "text", "chat"]
     needs: tuple[str, ...]
     uses: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
@@ -47,8 +46,8 @@ class _Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """Columns that rows are read from: tokens with their masks, a text, the media columns if `media`, conversations if
-    `chat`. With `whole` only rows of these forms are read, and `chat` encodes them.
+    """Columns that rows are read from: tokens with their masks, a text, conversations if `chat`; with `media` also
+    pictures beside them. With `whole` only rows of these forms are read, and `chat` encodes them.
 
     A row is read in the first form whose needed columns it has. A text may also be a list of messages. If
     `is_metadata`, columns such as `file_name` name pictures, which become `images`.
@@ -95,16 +94,17 @@ class RowColumns:
             raise self._refusal(form, lost)
         if record.unread:
             ignored = (*ignored, *map(printable, record.unread))
+        used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
         if form.kind == "text":
             text = checked_text(values.get(self.text), name=self.text)
-            return RawRow(row=record.row, text=text, ignored=ignored)
-        used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
+            pictures = {name: used[name] for name in form.uses if name in filled}
+            if not pictures and not (self.media and PICTURE_MARK.search(text)):
+                return RawRow(row=record.row, text=text, ignored=ignored)
+            used = {"text": text, **pictures}
         if form.kind == "chat" and form.needs == (self.text,):
             used["messages"] = used.pop(self.text)
-        if form.kind == "media":
-            used = {"text": values.get(self.text), **used}
-            used.update({f"{name}s": _several(used.pop(name), name) for name in _SINGLE if name in used})
-        columns: dict[str, Any] = {form.kind: used}
+        used.update({f"{name}s": _several(used.pop(name), name) for name in _SINGLE if name in used})
+        columns: dict[str, Any] = {form.kind if form.kind == "tokens" or not self.media else "media": used}
         return RawRow(row=record.row, ignored=ignored, **columns)
 
     def missing(self, names: Sequence[str]) -> BadRowError:
@@ -125,15 +125,14 @@ class RowColumns:
     def _forms(self, *, has_messages: bool) -> list[RowForm]:
         if self.whole:
             return [RowForm("chat", needs, uses) for needs, uses in self.whole]
-        forms = [RowForm("tokens", ("input_ids",), TOKEN_COLUMNS, (*UNREAD_MASKS, *_PICTURES * self.media))]
-        if self.media:
-            forms += [RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), BESIDE) for name in MEDIA_COLUMNS]
+        pictures = _PICTURES if self.media else ()
+        forms = [RowForm("tokens", ("input_ids",), TOKEN_COLUMNS, (*UNREAD_MASKS, *pictures))]
         if has_messages and self.chat:
-            forms.append(RowForm("chat", (self.text,), BESIDE))
+            forms.append(RowForm("chat", (self.text,), (*BESIDE, *pictures)))
         else:
-            forms.append(RowForm("text", (self.text,), refuses=_BESIDE_TEXT))
+            forms.append(RowForm("text", (self.text,), pictures, _BESIDE_TEXT))
         if self.chat:
-            forms += [RowForm("chat", needs, uses) for needs, uses in CHAT_FORMS]
+            forms += [RowForm("chat", needs, (*uses, *pictures)) for needs, uses in CHAT_FORMS]
         return forms
 
     def _choice(
@@ -149,7 +148,7 @@ class RowColumns:
         form = fitting[0]
         # If a row also has the conversation behind its text or tokens, tools belong to that conversation.
         refused = set(form.refuses).difference(*(each.uses for each in fitting[1:] if each.kind == "chat"))
-        if form.kind != "media" and not self.media:
+        if not self.media:
             refused |= set(_PICTURES)
         if found := sorted(refused.intersection(filled)):
             raise self._refusal(form, found[0])
@@ -161,12 +160,12 @@ class RowColumns:
     def _refusal(self, form: RowForm, name: str) -> BadRowError:
         shown = "file_name" if self.is_metadata and name == "images" else printable(name)
         beside = f"{shown} beside {form.needs[0]}"
-        if name in _PICTURES and not self.media:
+        if name in _PICTURES and not self.media and not self.whole:
             detail = f"{beside}: set data.processor, of a model that reads pictures, or leave the column out"
             return BadRowError(BadReason.NO_PROCESSOR, detail)
         if name in UNREAD_MASKS:
             return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} is not read: give {UNREAD_MASKS[name]}")
-        if name not in form.refuses:
+        if name not in form.refuses and name not in _PICTURES:
             detail = (
                 f"{beside} holds files, bytes with their path: name it images if these are pictures, or leave it out"
             )

@@ -2,6 +2,7 @@
 instruction and output."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,12 +56,17 @@ _CALLING_ROLES = ("function_call", "tool_call")
 class Chat:
     """Messages as chat templates take them, and the functions that the assistant may call. `trained`: the numbers of
     the assistant's messages that may enter the loss, ascending. `left_out`: names of keys that were removed from all
-    messages."""
+    messages. `pictures`: those of each message, once they are read.
+
+    A content is a text, or, if it has pictures, a list of parts of type `text`, `image` and `video`. A picture's part
+    has the reference to it in the key `reference`, if the message names one, until the picture is read.
+    """
 
     messages: tuple[Message, ...]
     trained: tuple[int, ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
     left_out: tuple[str, ...] = ()
+    pictures: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -163,10 +169,14 @@ def _with_system(system: Any, *, prompt: list[Any], rest: list[Any]) -> tuple[li
     message = _message(_said("system", system, name="system"))
     first = next(iter([*prompt, *rest]), None)
     if role_of(first) == "system":
-        if _message(first)["content"].strip() != system.strip():
+        if _joined(_message(first)) != _joined(message):
             raise _bad("the column system and the first message are two system messages; leave one out")
         return prompt, rest
     return ([message, *prompt], rest) if prompt else (prompt, [message, *rest])
+
+
+def _joined(message: Message) -> str:
+    return "".join(texts_of(message["content"])).strip()
 
 
 def _listed(value: Any, *, name: str) -> list[Any]:
@@ -206,7 +216,9 @@ def _message(given: Any) -> Message:
     if not role:
         raise _bad("a message has no role")
     if (given.get("role") or given.get("from")) in _CALLING_ROLES:
-        calls = _parsed(_content(message.pop("content", "")), name=f"a message of {given.get('role') or given['from']}")
+        calls = _parsed(
+            str(_content(message.pop("content", ""))), name=f"a message of {given.get('role') or given['from']}"
+        )
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if role != "assistant" and "content" not in message and (others := sorted(message.keys() - _WITHOUT_TEXT)):
         raise _bad(f"a message of {role} has no content, but {', '.join(others[:4])}")
@@ -220,6 +232,7 @@ def _message(given: Any) -> Message:
     if (
         role == "assistant"
         and not calls
+        and isinstance(message["content"], str)
         and not any(message.get(key, "").strip() for key in ("content", *REASONING_KEYS))
     ):
         raise _bad("a message of the assistant is empty")
@@ -246,24 +259,75 @@ def _of_sharegpt(given: Mapping[str, Any], message: Message) -> Message:
     return {**message, "content": value}
 
 
-def _content(value: Any) -> str:
-    """The text of a content, which may come in parts."""
+def texts_of(content: Any) -> list[str]:
+    """Return the texts of a message's content."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _content(value: Any) -> str | list[Message]:
+    """The text of a content, which may come in parts; the parts, if any is a picture."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list | tuple):
         raise _bad(f"a content must be text or a list of parts, is {type(value).__name__}")
-    parts = value
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise _bad("parts of a content must be of type text; rows with images need data.processor")
-    return "".join(part["text"] for part in parts)
+    parts = list(map(_part, value))
+    return parts if any(part["type"] != "text" for part in parts) else "".join(texts_of(parts))
+
+
+PICTURE_MARK = re.compile(r"<(image|video)>")
+"""Marks of pictures in texts."""
+PICTURE_TYPES = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
+"""Kinds of picture, keyed by the type of their parts, which is also a key of the reference."""
+_REFERENCE_KEYS = frozenset((*PICTURE_TYPES, "url", "path", "bytes", "base64"))
+_SIZE_KEYS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
+_TIME_KEYS = ("nframes", "num_frames", "min_frames", "max_frames", "fps", "sample_fps", "video_start", "video_end")
+_UNREAD_KEYS = frozenset(("text", *_SIZE_KEYS, *_TIME_KEYS))
+"""Keys of pictures that would change tokens."""
+
+
+def _part(part: Any) -> Message:
+    """Return a part with its type, and its text or the reference to its picture."""
+    given = _given(part)
+    kind = given.get("type") or next((name for name in ("text", *PICTURE_TYPES) if name in given), None)
+    if kind not in PICTURE_TYPES:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise _bad("parts of a content must be of type text, image or video")
+        if pictures := sorted(given.keys() & PICTURE_TYPES.keys()):
+            raise _bad(f"a part of type text has {pictures[0]}; make it a part of its own")
+        return {"type": "text", "text": part["text"]}
+    own = {name: given[name] for name in given.keys() & _REFERENCE_KEYS}
+    others = given.keys() - own.keys() - {"type", "index"}
+    if unread := sorted(others & _UNREAD_KEYS if own else others):
+        raise _bad(f"a part of type {kind} has {unread[0]}, which is not read")
+    if len(own) > 1 and own.keys() != {"bytes", "path"}:
+        raise _bad(f"a part of type {kind} has {' and '.join(sorted(own))}; leave one of them")
+    reference = own if len(own) > 1 else next(iter(own.values()), None)
+    if "base64" in own:
+        reference = f"data:;base64,{reference}"
+    return {"type": PICTURE_TYPES[kind], "reference": reference, "index": given.get("index")}
+
+
+def _given(part: Any) -> Message:
+    """Return the keys of a part that have a value; those of OpenAI's `image_url` stand beside the others."""
+    if not isinstance(part, Mapping):
+        return {}
+    given = dict(part)
+    for name in ("image_url", "video_url"):
+        if isinstance(given.get(name), Mapping):
+            given |= given.pop(name)
+    return {name: value for name, value in given.items() if value or isinstance(value, int | float)}
 
 
 def _keys_of_parts(given: Mapping[str, Any]) -> set[str]:
-    """Keys with values of the parts of a content that are neither its type nor its text."""
+    """Keys with values of the parts of a content that are not read."""
     content = given.get("content")
-    if not isinstance(content, list | tuple):
-        return set()
-    return {str(key) for part in content for key, value in part.items() if key not in ("type", "text") and value}
+    parts = map(_given, content) if isinstance(content, list | tuple) else ()
+    return {
+        str(key)
+        for part in parts
+        for key in part.keys() - {"type", "text"}
+        if part.get("type", key) not in PICTURE_TYPES or key not in {*_REFERENCE_KEYS, "index"}
+    }
 
 
 def _call(given: Any) -> Message:

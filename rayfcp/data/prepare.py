@@ -161,7 +161,7 @@ def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
     ]
     if data.rows not in (None, "sequences"):
         parts.append(data.rows)
-    if data.processor is None and any(file.format != "text" for file in files):
+    if any(file.format != "text" for file in files):
         parts.append(chat_fingerprint(data))
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
@@ -302,10 +302,9 @@ def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[[InputFile], 
         return partial(read, chat=partial(distilled_rows, account=account), whole=DISTILLED_FORMS)
     if data.processor is None:
         return partial(read, chat=ChatEncoder(data, account=account))
-    from rayfcp.data.vision.processors import load_processor
     from rayfcp.data.vision.rows import RowEncoder
 
-    return partial(read, media=RowEncoder(load_processor(data.processor), data, account=account))
+    return partial(read, media=RowEncoder(data, account=account).encode)
 
 
 def _merged(

@@ -4,16 +4,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rayfcp.data.account import ReadAccount
 from rayfcp.data.columns import LARGE_COLUMNS, RowColumns
 from rayfcp.data.formats import Record, TableColumns, read_records
 from rayfcp.data.kinds import is_metadata
 from rayfcp.data.messages import Forms
 from rayfcp.data.pretokenized import token_rows
-from rayfcp.data.rows import BadRow, BadRowError, RawRow, TokenRow
+from rayfcp.data.rows import BadReason, BadRow, BadRowError, RawRow, TokenRow
 from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
 from rayfcp.data.tokenizer import TokenArray, Tokenizer
+from rayfcp.values.counted import counted
 
 _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 """Rows, and characters or tokens, that are tokenised in one call: enough for the tokenizer's threads."""
@@ -21,8 +24,8 @@ _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 _MAX_IGNORED = 200
 """Bound on ignored columns counted by name, since each row may have column names of its own."""
 
-MediaEncoder = Callable[[Mapping[str, Any], str], TokenRow]
-"""Encodes the media columns of a row of the file with this URL; raises BadRowError."""
+MediaEncoder = Callable[[Mapping[str, Any], str], list[TokenRow]]
+"""Encodes the columns of a row that may have pictures, of the file with this URL; raises BadRowError."""
 ChatCall = Callable[[Mapping[str, Any]], list[TokenRow]]
 """Encodes the columns of a row with a conversation; raises BadRowError."""
 
@@ -40,18 +43,19 @@ def read_rows(
     """Yield every row of the file, tokenised and checked, or why it is skipped. Row numbers count from the piece's
     start. With `whole`, only rows of these forms are read, and `chat` encodes them.
 
-    A row with `input_ids` is used as it is, with its `labels` and masks if present; with `media`, a row that has media
-    columns is encoded by it; otherwise `text_column` is tokenised, or, with `chat`, a conversation in it or in the
-    usual columns is encoded. `account` counts what is left out of rows that are used.
+    A row with `input_ids` is used as it is, with its `labels` and masks if present; otherwise `text_column` is
+    tokenised, or, with `chat`, a conversation in it or in the usual columns is encoded. `media` encodes conversations
+    and texts with pictures in place of `chat`. `account` counts what is left out of rows that are used.
 
     Raises:
         UnreadableFileError: The file cannot be read from here on.
     """
     account = ReadAccount() if account is None else account
+    has_media = media is not None
     columns = RowColumns(
         text=text_column,
-        media=media is not None,
-        chat=chat is not None,
+        media=has_media,
+        chat=chat is not None or has_media,
         whole=whole,
         is_metadata=is_metadata(file.url),
     )
@@ -130,7 +134,24 @@ class _Encoder:
 
     def _samples(self, raw: RawRow, *, text: TokenArray | None) -> list[TokenRow]:
         if raw.media is not None and self.media is not None:
-            return [self.media(raw.media, self.url)]
+            return self.media(raw.media, self.url)
         if raw.chat is not None and self.chat is not None:
             return self.chat(raw.chat)
-        return token_rows(raw.tokens or {"input_ids": text}, account=self.account)
+        samples = token_rows(raw.tokens or {"input_ids": text}, account=self.account)
+        if marks := self.tokenizer.picture_marks:
+            for sample in samples:
+                _check_no_marks(sample, marks)
+        return samples
+
+
+def _check_no_marks(row: TokenRow, marks: Mapping[int, str]) -> None:
+    """
+    Raises:
+        BadRowError: A token, or a label, of a row without pictures stands for one.
+    """
+    for token, kind in marks.items():
+        for values in (row.tokens, row.labels):
+            if values is not None and (found := int(np.count_nonzero(values == token))):
+                raise BadRowError(
+                    BadReason.MARKERS_MISMATCH, f"{counted(found, 'mark')} of {kind}s for 0 {kind}s: token {token}"
+                )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from rayfcp.data.messages import REASONING_KEYS, Chat, Message, keys_beside, without_keys
+from rayfcp.data.messages import REASONING_KEYS, Chat, Message, keys_beside, texts_of, without_keys
 from rayfcp.data.rows import BadReason, BadRowError
 
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
@@ -95,10 +95,15 @@ def _shape(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | Non
     """Return the structure of a conversation: everything but its texts."""
     return (
         tuple(
-            (each["role"], bool(each["content"]), len(each.get("tool_calls", ())), *sorted(each)) for each in messages
+            (each["role"], *_shape_of(each["content"]), len(each.get("tool_calls", ())), *sorted(each))
+            for each in messages
         ),
         None if not tools else "function" in tools[0],
     )
+
+
+def _shape_of(content: Any) -> list[Any]:
+    return [bool(content)] if isinstance(content, str) else [part["type"] for part in content]
 
 
 def _probed(
@@ -114,8 +119,11 @@ def _probed(
 
     def probe(number: int, message: Message) -> Message:
         own = dict(message)
-        if own["content"]:
-            own["content"] = word(_of(message, number, part="content"))
+        content, what = own["content"], _of(message, number, part="content")
+        if not isinstance(content, str):
+            own["content"] = [{**part, "text": word(what)} if part["type"] == "text" else part for part in content]
+        elif content:
+            own["content"] = word(what)
         if thoughts := [name for name in REASONING_KEYS if own.get(name)]:
             is_needed = _is_whole(message, is_trained=number in turns)
             own |= dict.fromkeys(thoughts, word(_of(message, number, part=thoughts[0])) if is_needed else "zq")
@@ -162,8 +170,7 @@ def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]
     text, place = sample.text, 0
     for number, message in enumerate(messages):
         is_whole = _is_whole(message, is_trained=number in sample.turns)
-        pieces = [piece.strip() for piece in _THOUGHT.split(message["content"])]
-        for piece in pieces if is_whole else pieces[-1:]:
+        for piece in _pieces(message["content"], is_whole=is_whole):
             start = 0 if message["role"] == "system" else place
             found = _find(piece, text, start=start)
             if found is None:
@@ -176,6 +183,15 @@ def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]
         if missing := next((value for value in _tool_texts(tool) if not _stands(value, text)), None):
             return f"tools ({' '.join(missing.split())[:40]!r})"
     return None
+
+
+def _pieces(content: Any, *, is_whole: bool) -> list[str]:
+    """Return the texts of a content between tags of thoughts; those after the last tag unless `is_whole`."""
+    found: list[str] = []
+    for text in texts_of(content):
+        own = [piece.strip() for piece in _THOUGHT.split(text)]
+        found = own[-1:] if len(own) > 1 and not is_whole else [*found, *own]
+    return found
 
 
 def _values(message: Message, *, is_whole: bool) -> Iterator[tuple[str, str]]:

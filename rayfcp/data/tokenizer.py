@@ -1,9 +1,10 @@
 """From text to token ids: bytes, or any Hugging Face tokenizer."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class ByteTokenizer:
     fingerprint = "bytes-1"
     eos_id: int | None = 257
     library: Any = None
+    picture_marks: Mapping[int, str] = MappingProxyType({})
+    """Kinds of pictures, keyed by the tokens that stand for them, if this is the tokenizer of a processor."""
 
     def encode(self, text: str) -> TokenArray:
         """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""
@@ -60,6 +63,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of the transformers library, by folder or hub name. Adds the end token where the tokenizer does
     not."""
+
+    picture_marks: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, name: str) -> None:
         self._tokenizer = _load_hugging_face(name)

@@ -581,8 +581,3 @@ def test_samples_without_targets_are_told(folder_of: Callable[..., str], tmp_pat
     assert not any(
         "target" in line.replace("not targets", "") for line in LengthIndex.open(folder, max_seqlen=999).lines()
     )
-
-
-def test_keys_that_a_processor_excludes() -> None:
-    with pytest.raises(ValueError, match="loss_on is 'last_assistant', must be absent beside processor"):
-        DataConfig(paths="a", processor="p", loss_on="last_assistant")

@@ -311,7 +311,7 @@ REFUSED: list[tuple[dict[str, Any], BadReason, str]] = [
     ({"text": "a", "image": {"bytes": "x", "path": None}}, BadReason.NO_PROCESSOR, "image beside text"),
     ({"text": "a", "photo": {"bytes": "x", "path": None}}, BadReason.UNUSED_COLUMN, "photo beside text holds files"),
     (
-        {"text": "a", "shots": [{"bytes": b"x", "path": "a.b"}]},
+        {"text": "a", "shots": [{"bytes": "x", "path": "a.b"}]},
         BadReason.UNUSED_COLUMN,
         "shots beside text holds files",
     ),

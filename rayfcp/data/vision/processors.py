@@ -10,8 +10,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,10 @@ import numpy.typing as npt
 from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate, reason_of
 from rayfcp.data.rows import BadReason, BadRowError
-from rayfcp.data.tokenizer import HuggingFaceTokenizer, TokenArray
-from rayfcp.data.vision.layout import MediaGrid, MediaItem, place, runs_of
+from rayfcp.data.tokenizer import HuggingFaceTokenizer, SpannedTokens, TokenArray
+from rayfcp.data.vision.layout import Integers, MediaGrid, MediaItem, place, runs_of
 from rayfcp.values import Images
+from rayfcp.values.counted import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +32,24 @@ if TYPE_CHECKING:
 PixelArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
 """Height and width, in pixels."""
+
+
+class Expanded(NamedTuple):
+    """A text whose markers were replaced, and int64 `markers` `[markers, 3]`: first character and end of each in the
+    text before, and the length of its replacement."""
+
+    text: str
+    markers: Integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTokens(SpannedTokens):
+    """Tokens of a text with markers, where its images are among them, and the files of these. A token of an image has
+    the characters of its marker."""
+
+    items: tuple[MediaItem, ...]
+    runs: tuple[Images, ...]
+    parts: tuple[bytes, ...] = ()
 
 
 class Qwen3VL:
@@ -91,7 +111,7 @@ class Qwen3VL:
         )
         return found
 
-    def expanded(self, text: str, grids: Sequence[MediaGrid], *, fps: float | None) -> str:
+    def expanded(self, text: str, grids: Sequence[MediaGrid], *, fps: float | None) -> Expanded:
         """The text with the library's tokens in place of the markers; `grids` in the order of the markers."""
         metadata = importlib.import_module("transformers.video_utils").VideoMetadata
         images = {"image_grid_thw": _shapes(grids, is_video=False)}
@@ -156,7 +176,7 @@ class InternVL:
         tokens = self.processor.image_seq_length
         return MediaGrid(is_video=is_video, units=tiles, height=height, width=width, unit_tokens=tokens, parts=parts)
 
-    def expanded(self, text: str, grids: Sequence[MediaGrid], *, fps: float | None) -> str:  # noqa: ARG002
+    def expanded(self, text: str, grids: Sequence[MediaGrid], *, fps: float | None) -> Expanded:  # noqa: ARG002
         images = {"num_patches": [grid.units for grid in grids if not grid.is_video]}
         videos = {"pixel_values_videos": [np.empty((grid.units, 0)) for grid in grids if grid.is_video]}
         return _expanded(self.processor, text, images=images, videos=videos)
@@ -185,15 +205,16 @@ def _shapes(grids: Sequence[MediaGrid], *, is_video: bool) -> npt.NDArray[np.int
     return np.array(found, dtype=np.int64).reshape(-1, 3)
 
 
-def _expanded(processor: Any, text: str, *, images: dict[str, Any], videos: dict[str, Any]) -> str:
+def _expanded(processor: Any, text: str, *, images: dict[str, Any], videos: dict[str, Any]) -> Expanded:
     """The library's own replacement of markers, given what it would have found in the decoded images."""
     counts = [len(next(iter(each.values()))) for each in (images, videos)]
-    replaced, _ = processor.get_text_with_replacements(
+    replaced, offsets = processor.get_text_with_replacements(
         [text],
         [processor.replace_image_token(images, image_idx=index) for index in range(counts[0])],
         [processor.replace_video_token(videos, video_idx=index) for index in range(counts[1])],
     )
-    return str(replaced[0])
+    found = [(*each["span"], len(each["replacement"])) for each in offsets[0]]
+    return Expanded(text=replaced[0], markers=np.array(found, dtype=np.int64).reshape(-1, 3))
 
 
 class ImageTokenizer(HuggingFaceTokenizer):
@@ -204,23 +225,28 @@ class ImageTokenizer(HuggingFaceTokenizer):
         super().__init__(name)
         self.family = _family(name, self._tokenizer)
         processor = self.family.processor
+        known, marks = self._tokenizer.get_vocab(), ((processor.image_token, "image"), (processor.video_token, "video"))
+        self.picture_marks = {known[token]: kind for token, kind in marks if token in known}
+        if processor.chat_template:
+            self._tokenizer.chat_template = processor.chat_template
         settings = [type(processor).__mro__[1].__name__, str(processor.chat_template), self.fingerprint]
         parts = [processor.image_processor, getattr(processor, "video_processor", None)]
         settings += [json.dumps(part.to_dict(), sort_keys=True, default=str) for part in parts if part is not None]
         self.fingerprint = hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()
 
     def encode_images(
-        self, text: str, grids: Sequence[MediaGrid], *, fps: float | None = None
-    ) -> tuple[TokenArray, tuple[MediaItem, ...], tuple[Images, ...]]:
-        """Tokens `[tokens]` of a text with the library's markers, one for each of `grids` (images and videos each in
-        their order), and where their images are.
+        self, text: str, grids: Sequence[MediaGrid], *, fps: float | None = None, is_document: bool = True
+    ) -> ImageTokens:
+        """Tokens of a text with the library's markers, one for each of `grids` (images and videos each in their order),
+        and where their images are. A document has the tokens that begin and end one.
 
         Raises:
             BadRowError: Markers and images do not match.
         """
         ordered = self._ordered(text, grids)
-        tokens = self.encode(self.family.expanded(text, grids, fps=fps))
-        starts = place(tokens, ordered, marks=self.family.marks, apart=self.family.units_apart)
+        expanded = self.family.expanded(text, grids, fps=fps)
+        tokens = self.encode_spans(expanded.text, is_document=is_document)
+        starts = place(tokens.ids, ordered, marks=self.family.marks, apart=self.family.units_apart)
         items: list[MediaItem] = []
         runs: list[Images] = []
         for grid, own in zip(ordered, starts, strict=True):
@@ -228,7 +254,8 @@ class ImageTokenizer(HuggingFaceTokenizer):
             shape = (grid.units, grid.height, grid.width)
             items.append(MediaItem(int(grid.is_video), *shape, int(own[0]), stop, grid.parts))
             runs += runs_of(own, num_tokens=grid.unit_tokens, num_patches=grid.height * grid.width)
-        return tokens, tuple(items), tuple(runs)
+        first, ends = _before(tokens, markers=expanded.markers, length=len(text))
+        return ImageTokens(ids=tokens.ids, starts=first, stops=ends, items=tuple(items), runs=tuple(runs))
 
     def _ordered(self, text: str, grids: Sequence[MediaGrid]) -> list[MediaGrid]:
         """`grids` in the order of their markers in the text."""
@@ -236,16 +263,36 @@ class ImageTokenizer(HuggingFaceTokenizer):
         processor = self.family.processor
         markers = f"({re.escape(processor.video_token)})|{re.escape(processor.image_token)}"
         order = [match.group(1) is not None for match in re.finditer(markers, text)]
-        for kind, name in ((False, "image"), (True, "video")):
-            if order.count(kind) != len(of_kind[kind]):
-                detail = f"{order.count(kind)} markers of {name}s for {len(of_kind[kind])} {name}s"
-                raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
+        for kind, own in of_kind.items():
+            check_marks(order.count(kind), len(own), is_video=kind)
         left = {kind: iter(each) for kind, each in of_kind.items()}
         return [next(left[kind]) for kind in order]
 
     def is_mark(self, tokens: TokenArray) -> Any:
         """True for each token that stands for a part of an image, `[tokens]`."""
         return np.isin(tokens, list(self.family.marks))
+
+
+def check_marks(num_marks: int, num_pictures: int, *, is_video: bool) -> None:
+    """
+    Raises:
+        BadRowError: The numbers differ.
+    """
+    if num_marks != num_pictures:
+        name = "video" if is_video else "image"
+        detail = f"{counted(num_marks, 'mark')} of {name}s for {counted(num_pictures, name)}"
+        raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
+
+
+def _before(tokens: SpannedTokens, *, markers: Integers, length: int) -> tuple[Integers, Integers]:
+    """First characters and ends of the tokens of an expanded text in the text of `length` characters before it."""
+    widths, ends = np.ones(length + 1, dtype=np.int64), np.arange(1, length + 2)
+    for start, stop, width in markers.tolist():
+        widths[start:stop] = 0
+        widths[start], ends[start] = width, stop
+    characters = np.repeat(np.arange(length + 1), widths)
+    stops = ends[characters[np.maximum(tokens.stops, 1) - 1]]
+    return characters[tokens.starts], np.where(tokens.stops > tokens.starts, stops, characters[tokens.stops])
 
 
 @lru_cache(maxsize=4)

@@ -1,129 +1,201 @@
 """Rows with images, from files to tokens.
 
-A row has `messages` (role and content) or a text, and `images` or `videos`. A content is text, or a list of parts of
-type `text`, `image` and `video`. `<image>` and `<video>` in a text stand for the next image and the next video. An
-image is bytes, a path, or `{"bytes": ..., "path": ...}`; a video is a list of images, its frames. Paths are relative to
-the folder of the row's file.
+A row is a conversation or a text, as without images, beside columns `images` and `videos`. `<image>` and `<video>` in a
+text, and parts of a content of type `image` and `video`, are marks of pictures: a part may name its picture itself, all
+others stand for the next image or the next video of the columns. An image is bytes, a path, or
+`{"bytes": ..., "path": ...}`; a video is a list of images, its frames. Paths are relative to the folder of the row's
+file.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from rayfcp.config.data import DataConfig
-from rayfcp.data.account import ReadAccount
-from rayfcp.data.messages import LOST_KEYS
-from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, checked_text, make_row
+from rayfcp.data.chat import ChatEncoder, check_texts_alone
+from rayfcp.data.messages import PICTURE_MARK, Chat, Message, read_chat
+from rayfcp.data.rows import BadReason, BadRowError, TokenRow, checked_text
+from rayfcp.data.tokenizer import SpannedTokens
 from rayfcp.data.vision.layout import RUN_FIELDS, MediaGrid, RowImages
-from rayfcp.data.vision.processors import ImageTokenizer
-from rayfcp.data.vision.references import Picture, PictureReader, listed, videos_of
+from rayfcp.data.vision.processors import ImageTokenizer, ImageTokens, check_marks, load_processor
+from rayfcp.data.vision.references import PictureReader, frames_of, listed, videos_of
 from rayfcp.values.counted import counted
 
-_MARKER = re.compile(r"<(image|video)>")
+Content = str | list[Message]
+Reference = tuple[str, Any]
+"""Kind of a picture, and the value that names it or has its bytes."""
 
 
-class RowEncoder:
-    """Encodes rows by the model's processor and the rules of `data`; a `MediaEncoder` of `rayfcp.data.readers`."""
+class _Item(NamedTuple):
+    grid: MediaGrid
+    parts: tuple[bytes, ...]
 
-    def __init__(self, tokenizer: ImageTokenizer, data: DataConfig, *, account: ReadAccount) -> None:
-        self._tokenizer, self._data = tokenizer, data
-        self._read = PictureReader(data, account=account)
 
-    def __call__(self, media: Mapping[str, Any], url: str) -> TokenRow:
-        """Tokens of the row and the files of its images. `url`: the file that holds the row.
+class RowEncoder(ChatEncoder):
+    """Encodes rows by the rules of `data` and its processor, whose chat template renders conversations if
+    `data.chat_template` names none."""
+
+    def encode(self, media: Mapping[str, Any], url: str) -> list[TokenRow]:
+        """Samples of the row, with the files of its images; a `MediaEncoder` of `rayfcp.data.readers`. `url`: the file
+        that holds the row.
 
         Raises:
-            BadRowError: Anything in it cannot be used.
+            BadRowError: Anything in it cannot be used, or marks and pictures do not match.
         """
-        tokenizer, folder = self._tokenizer, url.rsplit("/", 1)[0]
-        images, videos = listed(media.get("images"), name="images"), videos_of(media.get("videos"))
-        text = _rendered(media, tokenizer, first=[False] * len(images) + [True] * len(videos))
-        files = {
-            False: [[self._read(image, folder=folder)] for image in images],
-            True: [[self._read(frame, folder=folder) for frame in frames] for frames in videos],
-        }
-        grids = [_grid(each, is_video=kind, tokenizer=tokenizer) for kind in (False, True) for each in files[kind]]
-        tokens, items, runs = tokenizer.encode_images(text, grids, fps=self._data.video_fps)
-        if not items:
-            return make_row(tokens)
-        labels = None
-        if not self._data.picture_targets:
-            labels = np.where(tokenizer.is_mark(tokens), IGNORED, tokens).astype(np.int32)
-        row = make_row(tokens, labels=labels)
-        left = {kind: iter(each) for kind, each in files.items()}
-        parts = tuple(part.data for item in items for part in next(left[bool(item.is_video)]))
-        numbers = np.array([[getattr(run, name) for name in RUN_FIELDS] for run in runs])
-        return replace(row, images=RowImages(items=np.array(items), runs=numbers, parts=parts))
+        chat = None
+        names = ("text",) if media.get("text") is not None else ("prompt", "completion")
+        contents: list[Content] = [media[name] for name in names if isinstance(media.get(name), str | bytes)]
+        if len(contents) == len(names):
+            check_texts_alone(media, what=" and ".join(names))
+            contents = [checked_text(each, name=name) for name, each in zip(names, contents, strict=True)]
+        else:
+            chat = read_chat(media)
+            contents = [message["content"] for message in chat.messages]
+        columns = {"image": listed(media.get("images"), name="images"), "video": videos_of(media.get("videos"))}
+        if chat is None and len(contents) == 1 and not any(map(self._marks, _split(_parts(contents[0])[0]))):
+            # A caption: its pictures come first.
+            contents = ["".join(f"<{kind}>" * len(each) for kind, each in columns.items()) + str(contents[0])]
+        contents, references = self._referred(contents, columns)
+        folder = url.rsplit("/", 1)[0]
+        pictures = tuple(tuple(self._picture(*each, folder=folder) for each in own) for own in references)
+        if chat is not None:
+            messages = zip(chat.messages, contents, strict=True)
+            shown = tuple({**message, "content": content} for message, content in messages)
+            samples = self._conversation(replace(chat, messages=shown, pictures=pictures))
+        elif len(contents) > 1:
+            samples = [self._completion(*map(self._text, contents), pictures=[*pictures[0], *pictures[1]])]
+        else:
+            tokens = self._tokens(self._text(contents[0]), is_document=True, pictures=pictures[0])
+            samples = [self._row(tokens, None)]
+        return [replace(sample, num_rows=int(not number)) for number, sample in enumerate(samples)]
 
+    @cached_property
+    def _read(self) -> PictureReader:
+        return PictureReader(self._data, account=self._account)
 
-def _rendered(media: Mapping[str, Any], tokenizer: ImageTokenizer, *, first: Sequence[bool]) -> str:
-    """The text with the library's markers. A text without any is a caption: its images and videos (True) come first."""
-    family = tokenizer.family
-    if media.get("messages") is not None:
-        messages = [_message(each) for each in _listed(media["messages"], name="messages")]
+    @cached_property
+    def _processor(self) -> ImageTokenizer:
+        return load_processor(str(self._data.processor))
+
+    @cached_property
+    def _tokens_of_pictures(self) -> dict[str, str]:
+        """Kinds of pictures, keyed by the processor's own marks."""
+        library = self._processor.family.processor
+        return {library.image_token: "image", library.video_token: "video"}
+
+    def _referred(
+        self, contents: Sequence[Content], columns: Mapping[str, Sequence[Any]]
+    ) -> tuple[list[Content], list[list[Reference]]]:
+        """Return contents with a part for each mark, and the references of their pictures in the order of the marks.
+
+        Raises:
+            BadRowError: More or fewer marks than pictures, or in another order.
+        """
+        parts = [[piece for part in _parts(content) for piece in _split(part)] for content in contents]
+        marks = [[mark for part in own for mark in self._marks(part)] for own in parts]
+        for kind, column in columns.items():
+            named = [mark.get("reference") is not None for own in marks for mark in own if mark["type"] == kind]
+            check_marks(len(named), len(column) + sum(named), is_video=kind == "video")
+        left = {kind: enumerate(column) for kind, column in columns.items()}
+        references = [[(mark["type"], _reference(mark, left[mark["type"]])) for mark in own] for own in marks]
+        return [_content(own) for own in parts], references
+
+    def _marks(self, part: Message) -> list[Message]:
+        """The marks of a part: itself, or the processor's own in its text."""
+        if part["type"] != "text":
+            return [part]
+        found = re.findall("|".join(map(re.escape, self._tokens_of_pictures)), part["text"])
+        return [{"type": self._tokens_of_pictures[token]} for token in found]
+
+    def _text(self, content: Content) -> str:
+        """The text of a content that no template renders."""
+        family = self._processor.family
+        markers = {"image": family.image_marker, "video": family.video_marker}
+        return "".join(markers.get(part["type"]) or part["text"] for part in _parts(content))
+
+    def _conversation(self, chat: Chat) -> list[TokenRow]:
+        """The samples of a conversation; contents are all lists if the template takes no others."""
         try:
-            return str(family.processor.apply_chat_template(messages, tokenize=False))
-        except Exception as error:  # a template is a program
-            raise BadRowError(BadReason.WRONG_TYPE, f"messages do not fit the chat template: {error}") from error
-    if not isinstance(media["text"], str | bytes):
-        raise BadRowError(BadReason.MISSING_COLUMN, "images without text or messages")
-    text = checked_text(media["text"], name="text")
-    marked = {"image": family.image_marker, "video": family.video_marker}
-    text = _MARKER.sub(lambda match: marked[match.group(1)], text)
-    is_marked = any(token in text for token in (family.processor.image_token, family.processor.video_token))
-    return text if is_marked else "".join(marked["video" if each else "image"] for each in first) + text
+            return super()._conversation(chat)
+        except BadRowError as error:
+            if error.reason not in (BadReason.TEMPLATE_ERROR, BadReason.NOT_RENDERED):
+                raise
+            messages = tuple({**each, "content": _parts(each["content"])} for each in chat.messages)
+            try:
+                return super()._conversation(replace(chat, messages=messages))
+            except BadRowError:
+                raise error from None
+
+    def _tokens(self, text: str, *, is_document: bool, pictures: Sequence[Any] = ()) -> SpannedTokens:
+        for mark in PICTURE_MARK.finditer(text):
+            if mark.group() not in self._tokens_of_pictures:
+                raise BadRowError(
+                    BadReason.MARKERS_MISMATCH, f"{mark.group()} stands where no picture can be, e.g. in a call"
+                )
+        grids = [each.grid for each in pictures]
+        found = self._processor.encode_images(
+            checked_text(text, name="text"), grids, fps=self._data.video_fps, is_document=is_document
+        )
+        left = {kind: iter([each for each in pictures if each.grid.is_video is kind]) for kind in (False, True)}
+        return replace(
+            found, parts=tuple(part for item in found.items for part in next(left[bool(item.is_video)]).parts)
+        )
+
+    def _row(self, tokens: SpannedTokens, is_trained: npt.NDArray[np.bool_] | None) -> TokenRow:
+        if not isinstance(tokens, ImageTokens) or not tokens.items:
+            return super()._row(tokens, is_trained)
+        if not self._data.picture_targets:
+            is_word = ~self._processor.is_mark(tokens.ids)
+            is_trained = is_word if is_trained is None else is_trained & is_word
+        numbers = np.array([[getattr(run, name) for name in RUN_FIELDS] for run in tokens.runs])
+        images = RowImages(items=np.array(tokens.items), runs=numbers, parts=tokens.parts)
+        return replace(super()._row(tokens, is_trained), images=images)
+
+    def _picture(self, kind: str, reference: Any, *, folder: str) -> _Item:
+        is_video = kind == "video"
+        files = [self._read(each, folder=folder) for each in (frames_of(reference) if is_video else [reference])]
+        sizes = {file.size for file in files}
+        if len(sizes) > 1:
+            raise BadRowError(BadReason.IMAGE_SHAPE, f"frames of {len(sizes)} sizes in one video")
+        family, (size,) = self._processor.family, sizes
+        try:
+            grid = family.video_grid(size, len(files)) if is_video else family.image_grid(size)
+        except ValueError as error:  # the library's rule has bounds of its own
+            what = f"a video of {counted(len(files), 'frame')}" if is_video else "an image"
+            detail = f"{what} of {size[1]} x {size[0]} pixels is refused by the processor: {error}"
+            raise BadRowError(BadReason.IMAGE_SHAPE, detail) from error
+        return _Item(grid=grid, parts=tuple(file.data for file in files))
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """The message with its content as a list of parts."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadRowError(BadReason.WRONG_TYPE, "messages must hold objects with role and content")
-    if lost := sorted(name for name in LOST_KEYS.intersection(message) if message[name] not in (None, "", [], {}, 1)):
-        raise BadRowError(BadReason.BAD_MESSAGES, f"a message has {lost[0]}, which rows with images cannot have")
-    content = message.get("content")
-    parts = _text_parts(content) if isinstance(content, str) else map(_part, _listed(content, name="content"))
-    return {"role": message["role"], "content": list(parts)}
+def _parts(content: Content) -> list[Message]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _text_parts(text: str) -> Iterator[dict[str, str]]:
-    for number, piece in enumerate(_MARKER.split(text)):
-        if number % 2:
-            yield {"type": piece}
-        elif piece:
-            yield {"type": "text", "text": piece}
+def _split(part: Message) -> list[Message]:
+    """A text as parts, with one for each of its marks."""
+    if part["type"] != "text":
+        return [part]
+    pieces = enumerate(PICTURE_MARK.split(part["text"]))
+    return [{"type": piece} if number % 2 else {"type": "text", "text": piece} for number, piece in pieces if piece]
 
 
-def _part(part: Any) -> dict[str, str]:
-    """The keys that a part of its type has: tables fill all others with nulls."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("image", "video"):
-        return {"type": kind}
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    raise BadRowError(BadReason.WRONG_TYPE, "parts of a content must be of type text, image or video")
+def _content(parts: list[Message]) -> Content:
+    """The content as templates take it: a text if it has no pictures."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return [part if part["type"] == "text" else {"type": part["type"]} for part in parts]
 
 
-def _listed(value: Any, *, name: str) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, str | bytes | Mapping):
-        return [value]
-    if not isinstance(value, list | tuple):
-        raise BadRowError(BadReason.WRONG_TYPE, f"{name} must be a list")
-    return list(value)
-
-
-def _grid(files: list[Picture], *, is_video: bool, tokenizer: ImageTokenizer) -> MediaGrid:
-    sizes = {file.size for file in files}
-    if len(sizes) > 1:
-        raise BadRowError(BadReason.IMAGE_SHAPE, f"frames of {len(sizes)} sizes in one video")
-    family, (size,) = tokenizer.family, sizes
-    try:
-        return family.video_grid(size, len(files)) if is_video else family.image_grid(size)
-    except ValueError as error:  # the library's rule has bounds of its own
-        what = f"a video of {counted(len(files), 'frame')}" if is_video else "a picture"
-        detail = f"{what} of {size[1]} x {size[0]} pixels: the processor refuses it: {error}"
-        raise BadRowError(BadReason.IMAGE_SHAPE, detail) from error
+def _reference(mark: Message, left: Any) -> Any:
+    """The reference that the mark has, or the next of its column."""
+    if mark.get("reference") is not None:
+        return mark["reference"]
+    number, reference = next(left)
+    if mark.get("index") not in (None, number):
+        detail = f"index {mark['index']} in a part of type {mark['type']}, which stands for number {number}"
+        raise BadRowError(BadReason.MARKERS_MISMATCH, f"{detail}; name pictures in the order of their marks")
+    return reference

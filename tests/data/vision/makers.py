@@ -15,6 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from rayfcp.data.vision.processors import ImageTokenizer, load_processor
 
 ROOT = Path(__file__).resolve().parents[3]
+INTERN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<IMG_CONTEXT>\n{% elif part.type == 'video' %}<video>\n"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""InternVL's, without tools."""
 TILE = 28
 """Edge of an InternVL tile: 2 x 2 patches of 14 pixels, one token."""
 
@@ -50,6 +57,7 @@ def intern(folder: Path) -> ImageTokenizer:
             "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
+            "message_token": "<|im_start|>",
         }
         PreTrainedTokenizerFast(
             tokenizer_object=letters, eos_token="<|im_end|>", extra_special_tokens=names
@@ -62,6 +70,7 @@ def intern(folder: Path) -> ImageTokenizer:
         (folder / "preprocessor_config.json").write_text(json.dumps(rules))
         settings = {"processor_class": "InternVLProcessor", "image_seq_length": 1}
         (folder / "processor_config.json").write_text(json.dumps(settings))
+        (folder / "chat_template.jinja").write_text(INTERN_TEMPLATE)
     return load_processor(str(folder))
 
 

@@ -41,7 +41,8 @@ def test_images_are_as_in_the_librarys_processor(
     text = "".join(word + family.image_marker for word in words[: len(sizes)]) + words[-1] + "."
     images = [image(*size, seed=number) for number, size in enumerate(sizes)]
     want = family.processor(text=text, images=images, return_tensors="np")
-    tokens, items, runs = tokenizer.encode_images(text, [family.image_grid(size) for size in sizes])
+    found = tokenizer.encode_images(text, [family.image_grid(size) for size in sizes])
+    tokens, items, runs = found.ids, found.items, found.runs
     assert tokens.tolist() == [*want["input_ids"][0].tolist(), tokenizer.eos_id]
     values = np.concatenate([family.image_values(each) for each in images])
     np.testing.assert_array_equal(values, want["pixel_values"])
@@ -72,8 +73,9 @@ def test_videos_have_the_length_that_sizes_say(
     frames = [image(*size, seed=number) for number in range(num_frames)]
     values = family.video_values(frames)
     assert values.shape == (rows(grid, tokenizer), *family.unit_shape(grid.height, grid.width)[1:])
-    tokens, (item,), _ = tokenizer.encode_images(f"x{family.video_marker}y", [grid], fps=fps)
-    assert int(tokenizer.is_mark(tokens).sum()) == grid.units * grid.unit_tokens
+    found = tokenizer.encode_images(f"x{family.video_marker}y", [grid], fps=fps)
+    (item,) = found.items
+    assert int(tokenizer.is_mark(found.ids).sum()) == grid.units * grid.unit_tokens
     assert (item.units, item.parts) == (grid.units, num_frames)
     if name == "qwen":
         library = family.processor.video_processor
@@ -93,8 +95,9 @@ def test_videos_are_as_in_the_librarys_processor(
     want = AutoProcessor.from_pretrained(qwen.name)(
         text=f"a{family.video_marker}b", videos=[frames], do_sample_frames=False, video_metadata=[metadata]
     )
-    tokens, (item,), _ = qwen.encode_images(f"a{family.video_marker}b", [family.video_grid(size, num_frames)], fps=fps)
-    assert tokens.tolist() == [*want["input_ids"][0], qwen.eos_id]
+    found = qwen.encode_images(f"a{family.video_marker}b", [family.video_grid(size, num_frames)], fps=fps)
+    (item,) = found.items
+    assert found.ids.tolist() == [*want["input_ids"][0], qwen.eos_id]
     assert [[item.units, item.height, item.width]] == want["video_grid_thw"].tolist()
     np.testing.assert_allclose(family.video_values(frames), want["pixel_values_videos"].numpy(), atol=0.05)
 
@@ -105,7 +108,7 @@ def test_frames_say_their_time(qwen: ImageTokenizer) -> None:
     marks = family.processor.video_token * grid.unit_tokens
     want = "".join(f"<{time} seconds><|vision_start|>{marks}<|vision_end|>" for time in ("0.2", "1.2", "2.0"))
     text = f"a{family.processor.video_token}b"
-    assert qwen.encode_images(text, [grid], fps=2.0)[0].tolist() == qwen.encode(f"a{want}b").tolist()
+    assert qwen.encode_images(text, [grid], fps=2.0).ids.tolist() == qwen.encode(f"a{want}b").tolist()
 
 
 @few_examples
