@@ -173,6 +173,11 @@ class LengthIndex:
             call(reason, count)
 
     @property
+    def tokenizer_fingerprint(self) -> str:
+        """Hash of the tokenizer, and of a processor's rules for pictures."""
+        return self.manifest.tokenizer_fingerprint
+
+    @property
     def fingerprint(self) -> str:
         """16 hex digits over the contents of the shards and how they are cut into samples."""
         parts = (self.manifest.content, self.max_seqlen, self.long_sequences, len(self))

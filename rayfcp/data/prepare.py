@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rayfcp.data.account import ReadAccount, by_reason
 from rayfcp.data.balance import Balance
 from rayfcp.data.chat import ChatEncoder, chat_fingerprint
 from rayfcp.data.distilled import DISTILLED_FORMS, distilled_rows
+from rayfcp.data.formats import CountCall
 from rayfcp.data.index import read_balances
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
@@ -52,7 +54,9 @@ SMALL_BYTES = 64 << 20
 """Below this, starting Ray's worker processes (5 s on two cores) takes longer than the work."""
 
 ProgressCall = Callable[[int, int], None]
-"""Called with (bytes of input done, bytes of input in all) after each split."""
+"""Called with (bytes of input done, bytes of input in all) after each split, and, in this process, as they are read."""
+PROGRESS_S = 2.0
+"""Seconds between calls within a split."""
 _Row = TokenRow | BadRow
 
 
@@ -201,12 +205,10 @@ def _prepare(
     work = partial(prepare_split, data=data, out_dir=folder, fingerprint=fingerprint)
     splits = make_splits(found.files, has_images=data.processor is not None)
     results: list[SplitResult] = []
-    done_bytes, total_bytes = 0, sum(split.num_bytes for split in splits)
-    for result in _results_on_ray(splits, work) if on_ray else map(work, splits):
+    shown = _Shown(progress, total_bytes=sum(split.num_bytes for split in splits))
+    for result in _results_on_ray(splits, work) if on_ray else map(partial(work, count=shown.count), splits):
         results.append(result)
-        done_bytes += splits[result.index].num_bytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
+        shown.finish(splits[result.index].num_bytes)
     merged = _merged(results, splits=splits, data=data, folder=folder, fingerprint=fingerprint)
     manifest = dataclasses.replace(
         merged,
@@ -218,6 +220,31 @@ def _prepare(
     write_manifest(manifest)
     logger.info("prepared %s", manifest)
     return manifest
+
+
+class _Shown:
+    """Shows how much of the input is done: whole splits, and bytes of one that is being read."""
+
+    def __init__(self, progress: ProgressCall | None, *, total_bytes: int) -> None:
+        self._progress, self._total_bytes = progress, total_bytes
+        self._done_bytes = self._read_bytes = 0
+        self._last_s = time.monotonic()
+
+    def count(self, num_bytes: int) -> None:
+        """Note that bytes of the next split were read; a file may be read in part, or twice in part."""
+        self._read_bytes += num_bytes
+        if time.monotonic() >= self._last_s + PROGRESS_S:
+            self._show(min(self._done_bytes + self._read_bytes, self._total_bytes))
+
+    def finish(self, num_bytes: int) -> None:
+        """Note that a split of `num_bytes` is done."""
+        self._done_bytes, self._read_bytes = self._done_bytes + num_bytes, 0
+        self._show(self._done_bytes)
+
+    def _show(self, num_bytes: int) -> None:
+        self._last_s = time.monotonic()
+        if self._progress is not None:
+            self._progress(num_bytes, self._total_bytes)
 
 
 def _results_on_ray(splits: tuple[InputSplit, ...], work: Callable[[InputSplit], SplitResult]) -> Iterator[SplitResult]:
@@ -244,11 +271,13 @@ def to_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
     return json.dumps(adapter.dump_python(value, mode="json")).encode()
 
 
-def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerprint: str) -> SplitResult:
+def prepare_split(
+    split: InputSplit, *, data: DataConfig, out_dir: str, fingerprint: str, count: CountCall | None = None
+) -> SplitResult:
     """Write the rows of a split to shards of `out_dir` and count the bad ones. `fingerprint` is part of the shards'
     names, so that the shards of different preparations never mix; those of the same one are equal byte for byte,
     whichever task writes them last. Rows before the place at which a file breaks off are kept, if
-    `data.max_unreadable_files` allows any.
+    `data.max_unreadable_files` allows any. `count` is called with the bytes that are read.
 
     Raises:
         UnreadableFileError: A file cannot be read.
@@ -258,7 +287,7 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{fingerprint}-{split.index:05d}"
     account = ReadAccount()
-    read = _reader(data, account=account)
+    read = partial(_reader(data, account=account), count=count)
     with ShardWriter(out_dir, prefix=prefix, images=data.processor is not None) as writer:
         for row in (row for file in split.files for row in _readable(file, read, data=data, account=account)):
             num_rows += row.num_rows
@@ -293,7 +322,7 @@ def _readable(
         logger.warning("left out: %s", error)
 
 
-def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[[InputFile], Iterator[TokenRow | BadRow]]:
+def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[..., Iterator[TokenRow | BadRow]]:
     """Return what gives the samples of a file's rows, by the kind of rows."""
     read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, account=account)
     if data.rows == "pairs":

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayfcp.data.account import ReadAccount
 from rayfcp.data.columns import LARGE_COLUMNS, RowColumns
-from rayfcp.data.formats import Record, TableColumns, read_records
+from rayfcp.data.formats import CountCall, Record, TableColumns, read_records
 from rayfcp.data.kinds import is_metadata
 from rayfcp.data.messages import Forms
 from rayfcp.data.pretokenized import token_rows
@@ -39,13 +39,15 @@ def read_rows(
     chat: ChatCall | None = None,
     whole: Forms = (),
     account: ReadAccount | None = None,
+    count: CountCall | None = None,
 ) -> Iterator[TokenRow | BadRow]:
     """Yield every row of the file, tokenised and checked, or why it is skipped. Row numbers count from the piece's
     start. With `whole`, only rows of these forms are read, and `chat` encodes them.
 
     A row with `input_ids` is used as it is, with its `labels` and masks if present; otherwise `text_column` is
     tokenised, or, with `chat`, a conversation in it or in the usual columns is encoded. `media` encodes conversations
-    and texts with pictures in place of `chat`. `account` counts what is left out of rows that are used.
+    and texts with pictures in place of `chat`. `account` counts what is left out of rows that are used; `count` is
+    called with the bytes that are read.
 
     Raises:
         UnreadableFileError: The file cannot be read from here on.
@@ -64,7 +66,7 @@ def read_rows(
     size = 0
     table_columns = TableColumns(text=text_column, choose=columns.choose, large=LARGE_COLUMNS)
     broken: list[UnreadableFileError] = []
-    for record in _until_broken(read_records(file, table_columns), broken):
+    for record in _until_broken(read_records(file, table_columns, count=count), broken):
         raw = _raw(record, url=file.url, columns=columns)
         pending.append(raw)
         size += _size(raw)

@@ -100,6 +100,7 @@ _REMEDIES = {
     "mixture": "the mixture of data.sources, data.temperature and data.schedule",
     "data": "data.paths (their content)",
 }
+_OTHER_TOKENS = {"data": "data.tokenizer or data.processor (its content, by which other tokens are made of the rows)"}
 
 
 class Sampler:
@@ -143,6 +144,7 @@ class Sampler:
             "max_seqlen": self._index.max_seqlen,
             "long_sequences": self._index.long_sequences,
             "data": self._index.fingerprint,
+            "tokenizer": self._index.tokenizer_fingerprint,
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +153,8 @@ class Sampler:
             ConfigError: A run that saved `state` would not continue with the same samples here.
         """
         now = self.state(0)
-        for name, remedy in _REMEDIES.items():
+        is_other = state.get("tokenizer") not in (None, now["tokenizer"])
+        for name, remedy in (_REMEDIES | (_OTHER_TOKENS if is_other else {})).items():
             if state.get(name) != now.get(name):
                 raise ConfigError(
                     f"{remedy} is {now.get(name)!r}, must be {state.get(name)!r} as in the checkpoint; "

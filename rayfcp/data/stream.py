@@ -193,6 +193,11 @@ class StreamIndex:
         return 1
 
     @property
+    def tokenizer_fingerprint(self) -> str:
+        """Hash of the tokenizer."""
+        return self._stream.tokenizer_fingerprint
+
+    @property
     def is_read(self) -> bool:
         """True if every part was read."""
         return len(self._read) == len(self._stream.splits)

@@ -12,14 +12,14 @@ import pyarrow as pa
 from rayfcp.config import ConfigError
 from rayfcp.data.formats.base import Record, Records, TableColumns
 from rayfcp.data.formats.lines import json_records, jsonl_records, table_records, text_records
-from rayfcp.data.formats.opening import opened
+from rayfcp.data.formats.opening import CountCall, opened
 from rayfcp.data.formats.tables import arrow_records, parquet_records
 from rayfcp.data.formats.webdataset import tar_records
 from rayfcp.data.rows import BadRow
 from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
 
-__all__ = ["Record", "TableColumns", "read_records"]
+__all__ = ["CountCall", "Record", "TableColumns", "read_records"]
 
 _BROKEN = (
     pa.ArrowException,
@@ -48,14 +48,17 @@ _READERS: dict[str, Callable[..., Records]] = {
 }
 
 
-def read_records(file: InputFile, columns: TableColumns) -> Iterator[Record | BadRow]:
-    """Yield every row of the file, or why it is bad. Row numbers count from the piece's start.
+def read_records(
+    file: InputFile, columns: TableColumns, *, count: CountCall | None = None
+) -> Iterator[Record | BadRow]:
+    """Yield every row of the file, or why it is bad. Row numbers count from the piece's start. `count` is called with
+    the bytes that are read.
 
     Raises:
         UnreadableFileError: The file cannot be opened, is not what its name says, or breaks off here.
     """
     try:
-        with opened(file) as handle:
+        with opened(file, count=count) as handle:
             yield from _READERS[file.format](handle, file, columns=columns)
     except ConfigError:
         raise

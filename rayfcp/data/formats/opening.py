@@ -3,7 +3,7 @@
 import importlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,13 @@ _CODED = re.compile(
 _LINES = ("text", "jsonl", "json", "csv", "tsv")
 
 
+CountCall = Callable[[int], object]
+"""Called with the number of bytes that were read of a file, each time that some are."""
+
+
 @contextmanager
-def opened(file: InputFile) -> Iterator[io.BufferedReader]:
-    """Open the file at its start, decompressed.
+def opened(file: InputFile, *, count: CountCall | None = None) -> Iterator[io.BufferedReader]:
+    """Open the file at its start, decompressed. `count` is called with the bytes that are read, before decompression.
 
     Raises:
         UnreadableFileError: It is not what its name says.
@@ -35,7 +39,7 @@ def opened(file: InputFile) -> Iterator[io.BufferedReader]:
     """
     fs, path = resolve(file.url)
     raw: Any = fs.open(path, "rb") if is_local(fs) else RemoteFile(fs, path, num_bytes=file.num_bytes)
-    with raw, io.BufferedReader(raw) as stored:
+    with raw, io.BufferedReader(raw if count is None else _Counted(raw, count)) as stored:
         codec = codec_of(file.url)
         if file.start == 0:
             _check_head(stored.peek(_HEAD_BYTES), file, is_coded=codec is not None)
@@ -46,6 +50,31 @@ def opened(file: InputFile) -> Iterator[io.BufferedReader]:
             _check_head(plain.peek(_HEAD_BYTES), file, is_coded=False)
             is_sought = codec == "zstd" and file.format in ("parquet", "arrow")  # zstd streams cannot seek
             yield io.BufferedReader(io.BytesIO(plain.read())) if is_sought else plain
+
+
+class _Counted(io.RawIOBase):
+    """A file whose bytes are counted as they are read."""
+
+    def __init__(self, file: Any, count: CountCall) -> None:
+        super().__init__()
+        self._file, self._count = file, count
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = int(self._file.readinto(buffer))
+        self._count(num_bytes)
+        return num_bytes
 
 
 def _decompressed(stored: io.BufferedReader, codec: str) -> Any:
