@@ -22,6 +22,7 @@ class Numbered:
     max_seqlen: int = 8
     long_sequences: str = "cut"
     fingerprint: str = "f"
+    tokenizer_fingerprint: str = "t"
     samples_per_draw: int = 1
 
     @property
@@ -117,7 +118,10 @@ def test_state_fits_its_own_run_only() -> None:
         "data.max_seqlen is 9, must be 8": Sampler(Numbered(10, max_seqlen=9), seed=3, global_batch=4),
         "data.long_sequences is 'drop'": Sampler(Numbered(10, long_sequences="drop"), seed=3, global_batch=4),
         "data.paths": Sampler(Numbered(10, fingerprint="g"), seed=3, global_batch=4),
+        "data.processor": Sampler(Numbered(10, fingerprint="g", tokenizer_fingerprint="u"), seed=3, global_batch=4),
     }
     for words, sampler in others.items():
         with pytest.raises(ValueError, match=words):
             sampler.check_state(state)
+    # The same tokens by another tokenizer, e.g. one that also reads pictures, are the same data.
+    Sampler(Numbered(10, tokenizer_fingerprint="u"), seed=3, global_batch=4).check_state(state)

@@ -19,6 +19,7 @@ class Index:
     """Lengths without tokens: what control code needs of a `LengthIndex`."""
 
     max_seqlen, long_sequences, num_tokens, fingerprint = 128, "cut", 128 * NUM_SAMPLES, "simulated"
+    tokenizer_fingerprint = "simulated"
     named_bad_rows = ()
     has_images = False
     samples_per_draw, num_draws = 1, NUM_SAMPLES

@@ -80,10 +80,10 @@ def image(height: int, width: int, *, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def saved(image: Image.Image, kind: str = "PNG", *, orientation: int = 1) -> bytes:
+def saved(image: Image.Image, kind: str = "PNG", *, orientation: int = 1, **options: Any) -> bytes:
     """The bytes of a file."""
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = orientation
-    image.save(file, format=kind, exif=exif)
+    image.save(file, format=kind, exif=exif, **options)
     return file.getvalue()
