@@ -171,11 +171,13 @@ class Journal:
         about = RunInfo(name=config.run.name, run_dir=run_dir, config=keys, resume_step=resume_step)
         self._loggers = Loggers(config.metrics.loggers, about, log=log)
         self._began_s, self._productive_s, self._log = began_s, 0.0, log
-        known = {
-            each.cause: each.reason for each in read_events(run_dir / events.FILE) if each.kind is EventKind.BROKEN
-        }
-        self._batch_sequences = config.data.global_batch_sequences
-        self._broken = BrokenRows(num_rows=num_rows, max_bad_fraction=config.data.max_bad_fraction, known=known)
+        self._batch_sequences, self._broken = config.data.global_batch_sequences, self._broken_rows(config, num_rows)
+
+    def _broken_rows(self, config: Config, num_rows: int) -> BrokenRows:
+        """Rows with broken images that earlier controllers found."""
+        told = [event for event in read_events(self._run_dir / events.FILE) if event.kind is EventKind.BROKEN]
+        known = {event.cause: event.reason for event in told}
+        return BrokenRows(num_rows=num_rows, max_bad_fraction=config.data.max_bad_fraction, known=known)
 
     def _held_at(self, resume_step: int) -> StepReport | None:
         """The step that the run goes on from, if a controller before this one held it back."""
