@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,9 @@ def run(arguments: argparse.Namespace) -> None:
 def _as_json(target: str, found: "Evaluated") -> dict[str, object]:
     from rayfcp.telemetry.summary import finite
 
-    sets = {name: figures(each) for name, each in found.results.items()}
+    sets: dict[str, dict[str, float]] = {name: figures(each) for name, each in found.results.items()}
+    for name, each in found.results.items():
+        sets[name] |= {"broken_rows": each.broken_rows} if each.broken_rows else {}
     return {"target": target, "step": found.step, "seconds": found.seconds, "sets": finite(sets)}
 
 
@@ -78,14 +81,15 @@ def figures(result: "EvalResult") -> dict[str, float]:
 
 def table(found: "Evaluated") -> str:
     """Return the results as a table, and how long they took."""
-    from rayfcp.telemetry.summary import number, seconds
+    from rayfcp.telemetry.summary import broken_text, number, seconds
 
     columns = [figures(each) for each in found.results.values()]
     rows = [("set", *columns[0])]
     for name, given in zip(found.results, columns, strict=True):
-        loss, *others = given.values()
+        loss, *others = (None if math.isnan(each) else each for each in given.values())
         words = [f"{each:,}" if isinstance(each, int) else number(each) for each in others]
-        rows.append((name, f"{loss:.6f}", *words))
+        rows.append((name, number(loss) if loss is None else f"{loss:.6f}", *words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(field.rjust(width) for field, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"{name}: {broken_text(each.broken_rows)}" for name, each in found.results.items() if each.broken_rows]
     return "\n".join([*lines, f"after step {found.step}, evaluated in {seconds(found.seconds)}"])

@@ -1,6 +1,6 @@
 """Account of the inputs: the files, rows and tokens that were read add up to what became of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Self
@@ -19,6 +19,9 @@ MAX_IDLE_SHARE = 0.1
 """Fraction of sequences without targets above which a warning is given. Chat data loses the answers of a few per cent
 of its rows to `data.max_seqlen`; above a tenth, steps spend noticeable time on sequences that train nothing."""
 SHOWN_ROWS = 3
+FEWEST_ROWS = 1000
+"""Rows over which broken pictures are counted at least: with the default `data.max_bad_fraction` ten of them may be
+broken before a run ends, and a store of which nothing can be decoded ends it within a few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +179,43 @@ class Balance:
             "have labels or answers",
         }
         return "; ".join(text for cause, text in causes.items() if self.idle.get(cause))  # type: ignore[call-overload]
+
+
+class BrokenRows:
+    """Rows of which a run, or an evaluation, found that an image cannot be decoded: each counts once.
+    `known`: texts of rows that were found before, keyed by place."""
+
+    def __init__(self, *, num_rows: int, max_bad_fraction: float, known: Mapping[str, str] | None = None) -> None:
+        self._num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
+        self._found = dict(known or {})
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, rows: Iterable[BadRow]) -> list[BadRow]:
+        """Return those of `rows` that were not known."""
+        new = []
+        for row in rows:
+            if row.place not in self._found:
+                self._found[row.place] = str(row)
+                new.append(row)
+        return new
+
+    def check(self, *, num_seen: int) -> None:
+        """Check the bound after `num_seen` sequences were drawn. One broken row among the first few is no news of the
+        rest: at least `FEWEST_ROWS` count as seen, or all rows of smaller data.
+
+        Raises:
+            ConfigError: More than `max_bad_fraction` of the rows seen are broken.
+        """
+        num_seen = min(self._num_rows, max(num_seen, FEWEST_ROWS))
+        if len(self) > self._max_bad_fraction * num_seen:
+            share = f"{len(self):,} of {num_seen:,} rows ({len(self) / num_seen:.2%})"
+            raise ConfigError(
+                f"{share} have an image that cannot be decoded, data.max_bad_fraction allows "
+                f"{self._max_bad_fraction:g}; first: {next(iter(self._found.values()))}; repair or exclude them and "
+                "prepare again, or raise data.max_bad_fraction"
+            )
 
 
 def skipped_lines(rows: Sequence[BadRow], *, path: Path | None) -> list[str]:

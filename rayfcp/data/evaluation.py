@@ -20,13 +20,19 @@ _SEED = 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
     """A set `name` in a prepared `folder`, of which the `draws` of the index are evaluated, in this order. `reference`:
-    as of `Sampler`."""
+    as of `Sampler`. `max_bad_fraction`: of rows evaluated whose images may be broken."""
 
     name: str
     folder: str
     index: LengthIndex
     draws: npt.NDArray[np.int64]
     reference: npt.NDArray[np.float64] | None = None
+    max_bad_fraction: float = 1.0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are evaluated."""
+        return self.draws.size * self.index.samples_per_draw
 
 
 class EvalBatches:
@@ -101,7 +107,8 @@ def open_sets(config: Config, folders: Mapping[str, str], *, vocab_size: int) ->
             raise ConfigError(
                 f"eval.batches is {config.eval.batches}, must give eval.sets.{name} a sequence with targets; raise it"
             )
-        found.append(EvalSet(name=name, folder=folders[name], index=index, draws=draws))
+        bound = data.max_bad_fraction
+        found.append(EvalSet(name=name, folder=folders[name], index=index, draws=draws, max_bad_fraction=bound))
     return EvalBatches(found, batch_sequences=size)
 
 

@@ -48,6 +48,7 @@ class BadReason(StrEnum):
     IMAGE_UNREADABLE = "picture_unreadable"
     IMAGE_TOO_LARGE = "picture_too_large"
     IMAGE_SHAPE = "picture_shape"
+    IMAGE_BROKEN = "picture_broken"
     MARKERS_MISMATCH = "markers_mismatch"
     BAD_MESSAGES = "bad_messages"
     BAD_WEIGHT = "bad_weight"
@@ -97,9 +98,13 @@ class BadRow:
     detail: str = ""
     num_rows: int = 1
 
+    @property
+    def place(self) -> str:
+        """File, and number counted from 1."""
+        return printable(f"{self.shard} row {self.row + 1}")
+
     def __str__(self) -> str:
-        text = f"{self.shard} row {self.row + 1}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
-        return printable(text)
+        return f"{self.place}: {self.reason}" + (printable(f" ({self.detail})") if self.detail else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from rayfcp.data.manifest import (
     whole_file,
 )
 from rayfcp.data.rows import IGNORED, TEACHER_COLUMNS, TeacherRows, TokenRow
+from rayfcp.data.storage import read_prepared
 from rayfcp.values import Sample
 
 if TYPE_CHECKING:
@@ -223,7 +224,14 @@ class ShardReader:
 
     def _read_batch(self, index: int) -> pa.RecordBatch:
         with self._lock:  # files of object stores have one position
+            return read_prepared(lambda: self._opened_batch(index), fs=self.fs, path=self.path)
+
+    def _opened_batch(self, index: int) -> pa.RecordBatch:
+        try:
             return self._reader.get_batch(index)
+        except Exception:
+            self.__dict__.pop("_reader", None)  # the next try opens the file again
+            raise
 
     @cached_property
     def _reader(self) -> Any:

@@ -1,15 +1,15 @@
-"""Storage that fails: files that cannot be read, and remote calls that succeed when tried again."""
+"""Storage that fails: files that cannot be read, and calls that succeed when tried again."""
 
 import io
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import fsspec
 
 from rayfcp.config import ConfigError
-from rayfcp.data.manifest import is_local
+from rayfcp.data.manifest import is_local, name_of
 from rayfcp.data.rows import printable
 from rayfcp.values.counted import counted
 
@@ -62,11 +62,35 @@ def check_unreadable(urls: Collection[str], *, max_unreadable_files: int) -> Non
 def retried(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem, name: str) -> _Result:
     """Return the result of `call`, tried again after transient errors of a remote file system, once for each of
     `PAUSES_S`."""
-    for pause_s in () if is_local(fs) else PAUSES_S:
+    return _retried(call, pauses_s=() if is_local(fs) else PAUSES_S, name=name, may_pass=is_transient)
+
+
+def read_prepared(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem, path: str) -> _Result:
+    """Return the result of `call`, which reads from a file of prepared data. It was there when the run began: any error
+    may pass, of a local folder too, e.g. one that is mounted again, and is tried again once for each of `PAUSES_S`.
+
+    Raises:
+        UnreadableFileError: The last try failed too.
+    """
+    name = name_of(fs, path)
+    try:
+        return _retried(call, pauses_s=PAUSES_S, name=name, may_pass=lambda error: not isinstance(error, ConfigError))
+    except ConfigError:
+        raise
+    except Exception as error:
+        problem = f"cannot be read after {len(PAUSES_S) + 1} tries: {type(error).__name__}: {error}"
+        # Without a cause: a lost connection to storage is no failed exchange between devices.
+        raise UnreadableFileError.of(name, problem, remedy="bring it back as it was, and start the run again") from None
+
+
+def _retried(
+    call: Callable[[], _Result], *, pauses_s: Sequence[float], name: str, may_pass: Callable[[Exception], bool]
+) -> _Result:
+    for pause_s in pauses_s:
         try:
             return call()
         except Exception as error:
-            if not is_transient(error):
+            if not may_pass(error):
                 raise
             logger.warning("%s: %s: %s; trying again in %g s", printable(name), type(error).__name__, error, pause_s)
             time.sleep(pause_s)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
+from rayfcp.data.rows import BadRow
 from rayfcp.data.vision.decoding import DecodedImages, ImageRange
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of
 from rayfcp.execute.interpreter import BatchTokens, Enqueued, Execution, Interpreter, TokenSource
@@ -99,8 +100,9 @@ class RankEngine:
 
     def _open_source(self, folder: str) -> DataSource:
         reader, processor = TokenReader.open(folder), self._config.data.processor
-        has_images = processor is not None and reader.has_images  # else a host needs neither processor nor Pillow
-        vision = VisionLoader(reader, processor, device=self.device) if has_images and processor is not None else None
+        vision = None
+        if processor is not None and reader.has_images:  # else a host needs neither processor nor Pillow
+            vision = VisionLoader(reader, processor, device=self.device, on_item=self._on_item)
         return DataSource(reader, vision)
 
     @property
@@ -175,6 +177,9 @@ class RankEngine:
             on_progress=self._on_progress,
         )
 
+    def _on_item(self) -> None:
+        self._progress.num_done -= 1
+
     def _on_progress(self, num_done: int) -> None:
         self._progress.num_done = num_done
         self._member.check_alive()
@@ -238,7 +243,7 @@ class RankEngine:
             generation.optimizer.zero_grad(set_to_none=True)
             generation.wait.seconds = generation.snapshots.seconds = 0.0
             images: ImageSource | None = None
-            broken: tuple[str, ...] = ()
+            broken: tuple[BadRow, ...] = ()
             if self._vision is not None:
                 sum_over = generation.wait.timed()(generation.groups.sum)
                 batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
@@ -329,9 +334,10 @@ class RankEngine:
             generation.optimizer.zero_grad(set_to_none=True)  # those of the last step take memory
             source = self._eval_source(folder)
             images: ImageSource | None = None
+            broken: tuple[BadRow, ...] = ()
             sum_over = generation.wait.timed()(generation.groups.sum)
             if source.vision is not None:
-                batch, images, _ = source.vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
+                batch, images, broken = source.vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
             tokens = BatchTokens(source.reader, batch, scores_end=self._loss.scores_end)
             sums, done = self._scored(program, batch, loss=self._eval_loss, tokens=tokens, images=images)
             total = sums.tolist()
@@ -340,6 +346,7 @@ class RankEngine:
             by_sequence=tuple(total) if self.position.device == 0 else (),
             num_targets=batch.num_targets,
             seconds=time.perf_counter() - start_s,
+            broken=broken,
             **self._own_terms(done) if by_token else {},
         )
 
@@ -365,7 +372,7 @@ class RankEngine:
         done: Execution,
         update_s: tuple[float, ...],
         start_s: float,
-        broken: tuple[str, ...],
+        broken: tuple[BadRow, ...],
     ) -> DeviceReport:
         loss, norm, rate = numbers
         generation, position, (first_s, last_s) = self.generation, self.position, update_s

@@ -11,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
+from rayfcp.data.rows import BadRow
 from rayfcp.program import Piece
 from rayfcp.values import PairStats, Span, StateId
 from rayfcp.values.state import ShardEntry
@@ -142,7 +143,7 @@ class DeviceReport:
     microbatch m, NaN on accelerators.
     `snapshot_s`: part of `step_s` spent waiting for
     copies of the state. `copied`: newest state of which this device's copy is complete in its node's memory.
-    `broken`: images of this device that could not be decoded, with the reasons. `source_losses`: sums of losses of this
+    `broken`: rows with images that this device could not decode. `source_losses`: sums of losses of this
     device's tokens, by source of a mixture; on the last stage's first tensor-parallel device alone. `pairs`: of a loss
     of pairs.
     """
@@ -163,7 +164,7 @@ class DeviceReport:
     message_s: float = math.nan
     snapshot_s: float = 0.0
     copied: StateId | None = None
-    broken: tuple[str, ...] = ()
+    broken: tuple[BadRow, ...] = ()
     source_losses: tuple[float, ...] = ()
     pairs: PairStats | None = None
 
@@ -172,7 +173,7 @@ class DeviceReport:
 class BatchLosses:
     """Losses of an evaluated batch, summed over all devices: `by_sequence` from device 0, empty from the others;
     `num_targets` that count. `seconds`: of this device. `terms`: of the tokens of its own `pieces` end to end,
-    `[tokens]`, where they were asked for."""
+    `[tokens]`, where they were asked for. `broken`: as of `DeviceReport`."""
 
     number: int
     by_sequence: tuple[float, ...]
@@ -180,11 +181,13 @@ class BatchLosses:
     seconds: float
     pieces: tuple[Piece, ...] = ()
     terms: npt.NDArray[Any] | None = None
+    broken: tuple[BadRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """Progress of a device in step `step`: `num_done` instructions of its program are done.
+    """Progress of a device in step `step`: `num_done` instructions of its program are done. Before the first, it counts
+    down with each image or video that the device decodes: slow storage is no hang.
 
     `waiting`: its main thread waits for other devices; on accelerators, whose host does not wait for each exchange,
     only between the last backward pass and the update.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.data import TokenReader
+from rayfcp.data.rows import BadRow
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange, RotaryPositions, join_images
 from rayfcp.data.vision.processors import load_processor
 from rayfcp.execute.attention.reshuffle import to_loop, to_plan
@@ -111,13 +112,21 @@ class VisionLoader:
     """Prepares the images of batches by the library's `processor`.
 
     An image that cannot be decoded is grey, and no target of its row counts: all devices agree on these rows, whichever
-    found them.
+    found them. `on_item` is called after each image or video that is decoded here.
     """
 
-    def __init__(self, reader: TokenReader, processor: str, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: TokenReader,
+        processor: str,
+        *,
+        device: torch.device,
+        on_item: Callable[[], None] = lambda: None,
+    ) -> None:
         loaded = load_processor(processor)
         self._device = device
-        self._decoder, self._positions = ImageDecoder(reader, loaded), RotaryPositions(reader, loaded)
+        self._decoder = ImageDecoder(reader, loaded, on_item=on_item)
+        self._positions = RotaryPositions(reader, loaded)
 
     def prepare(
         self,
@@ -126,10 +135,14 @@ class VisionLoader:
         *,
         decoded: Mapping[ImageRange, DecodedImages] | None,
         sum_over: Callable[[Tensor], Tensor],
-    ) -> tuple[GlobalBatch, BatchImages, tuple[str, ...]]:
-        """The batch without targets in rows with broken images, its images, and this device's broken images with the
-        reasons. Every device must call it. `decoded`: images of the program, if they were decoded elsewhere. `sum_over`
-        sums a tensor of this device over all."""
+    ) -> tuple[GlobalBatch, BatchImages, tuple[BadRow, ...]]:
+        """The batch without targets in rows with broken images, its images, and rows of which this device found broken
+        images. Every device must call it. `decoded`: images of the program, if they were decoded elsewhere. `sum_over`
+        sums a tensor of this device over all.
+
+        Raises:
+            UnreadableFileError: Bytes of an image cannot be read.
+        """
         if decoded is None:
             decoded = self._decoder.decode(batch, wanted_images(program.instructions))
         images = BatchImages(batch, decoded=decoded, positions=self._positions)
@@ -140,5 +153,5 @@ class VisionLoader:
         samples = list(batch.samples)
         for sequence in sum_over(flags.to(self._device)).nonzero().flatten().tolist():
             samples[sequence] = dataclasses.replace(samples[sequence], num_targets=0)
-        names = dict.fromkeys(name for found in decoded.values() for name in found.broken)
-        return dataclasses.replace(batch, samples=tuple(samples)), images, tuple(names)
+        broken = dict.fromkeys(row for found in decoded.values() for row in found.broken)
+        return dataclasses.replace(batch, samples=tuple(samples)), images, tuple(broken)

@@ -1,5 +1,5 @@
 """`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes, ends, how
-often the state is copied, how far ahead steps are planned, evaluations."""
+often the state is copied, how far ahead steps are planned, evaluations, rows with broken images."""
 
 import dataclasses
 import json
@@ -90,6 +90,7 @@ class EventKind(StrEnum):
     COPIES = "copies"
     PLANNING = "planning"
     EVALUATION = "evaluation"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +98,11 @@ class Event:
     """Event after `step` steps, `at_s` seconds after the epoch, from which on `devices` are in use (`devices_before`
     until then).
 
-    `seconds`: its duration (0 if not timed). `lost_steps`: finished steps to be repeated. `cause`: of a recovery.
-    `reason`: one sentence; of `COPIES`, how often the state is copied from here on, and what it costs; of `PLANNING`,
-    how many planners work how many steps ahead, or why they cannot keep up; of `EVALUATION`, the losses. `cluster`: the
-    cluster of later plans, None at the end and with these three.
+    `seconds`: its duration (0 if not timed). `lost_steps`: finished steps to be repeated. `cause`: of a recovery; of
+    `BROKEN`, the row. `reason`: one sentence; of `COPIES`, how often the state is copied from here on, and what it
+    costs; of `PLANNING`, how many planners work how many steps ahead, or why they cannot keep up; of `EVALUATION`, the
+    losses; of `BROKEN`, why an image of the row cannot be decoded. `cluster`: the cluster of later plans, None at the
+    end and with these four.
     """
 
     kind: EventKind

@@ -301,6 +301,10 @@ class MetricsExporter:
             self._kept.add(name, amount, labels=labels)
             self._live.count(name, amount)
 
+    def count_found(self, name: str, amount: int, **labels: str) -> None:
+        """Increase a counter by what each start finds anew in the data, and which does not persist therefore."""
+        self._series.add(name, amount, **labels)
+
     def set_checkpoint(self, step: int) -> None:
         """Set the step of the newest complete checkpoint, 0 without one."""
         self._series.set("checkpoint_step", step)

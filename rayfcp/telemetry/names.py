@@ -154,7 +154,13 @@ METRICS: tuple[Metric, ...] = (
         "strategy",
         kept=Persistence.STEPS,
     ),
-    _counter("sequences_skipped_total", "sequences", "Rows of the data that were dropped", "reason", kept=None),
+    _counter(
+        "sequences_skipped_total",
+        "sequences",
+        "Rows of the data that were dropped, found anew at each start; picture_broken: rows without targets since an "
+        "image of theirs cannot be decoded, counted as they are met",
+        "reason",
+    ),
     _counter(
         "recoveries_total",
         "recoveries",

@@ -110,8 +110,10 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
     blocked = f"blocked on planning: {percent(summary.median_plan_wait_ratio)} of step time"
     off = f"prediction off by {percent(summary.prediction_error)}"
     repeated = f"{duration(history.recovery_s)} in total, {counted(history.lost_steps, 'step')} repeated"
+    broken = ("broken", "Broken images", f"{summary.num_broken:,}", "rows that have no targets because of them")
     return [
         ("steps", "Steps", f"{summary.last_step:,}", f"{summary.num_steps:,} in steps.jsonl"),
+        *([broken] if summary.num_broken else []),
         (
             "loss",
             "Loss",
@@ -236,7 +238,9 @@ def plans_table(reports: Sequence[StepReport]) -> str:
 
 
 def events_table(events: Sequence[Event]) -> str:
-    """Return all events with their times and reasons."""
+    """Return all events with their times and reasons; of rows with broken images the first alone."""
+    broken = [event for event in events if event.kind is EventKind.BROKEN][:1]
+    events = [event for event in events if event.kind is not EventKind.BROKEN or event in broken]
     began_s = events[0].at_s - events[0].seconds
     rows = [
         (
@@ -294,7 +298,8 @@ def summary_of(run_dir: str | Path) -> RunSummary | None:
 
 
 def _summary(reports: Sequence[StepReport], events: Sequence[Event]) -> RunSummary:
-    return summarize(reports, started_after=[event.step for event in events if event.kind is EventKind.START])
+    steps = {kind: [event.step for event in events if event.kind is kind] for kind in EventKind}
+    return summarize(reports, started_after=steps[EventKind.START], num_broken=len(steps[EventKind.BROKEN]))
 
 
 def write_report(run_dir: str | Path, *, baseline: Baseline | None = None) -> Path:

@@ -22,8 +22,9 @@ def to_line(report: StepReport) -> str:
         if not fields[name] and fields[name] != 0:
             del fields[name]
     for result in fields.get("eval", {}).values():
-        if result["pairs"] is None:
-            del result["pairs"]
+        for name in ("pairs", "broken_rows"):
+            if not result[name]:
+                del result[name]
     return json.dumps(finite(fields), allow_nan=False) + "\n"
 
 

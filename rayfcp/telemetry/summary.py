@@ -20,7 +20,8 @@ class RunSummary:
     medians of prepare_s and of prepare_s / step_s, NaN if no step has it. `compute_imbalance`: mean. `mean_degree`:
     mean over ranks of the degree of their group; 0 without groups. `median_plan_wait_ratio`, `max_plan_wait_ratio`:
     blocked on the plan, over plan_wait_s + step_s. `prediction_error`: median of |predicted - measured| / measured.
-    `first_loss`, at `first_loss_step`, and `last_loss`: of steps with targets, None without any.
+    `first_loss`, at `first_loss_step`, and `last_loss`: of steps with targets, None without any. `num_broken`: rows
+    without targets since an image of theirs cannot be decoded.
     """
 
     num_steps: int
@@ -44,9 +45,10 @@ class RunSummary:
     mfu: float
     attention_mfu: float
     prediction_error: float
+    num_broken: int = 0
 
 
-def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (0,)) -> RunSummary:
+def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (0,), num_broken: int = 0) -> RunSummary:
     """Return the summary of reports in step order; the run was started or resumed after the steps `started_after`.
 
     Raises:
@@ -83,6 +85,7 @@ def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (
         prediction_error=statistics.median(
             _ratio(abs(report.predicted_s - report.step_s), report.step_s) for report in steady
         ),
+        num_broken=num_broken,
     )
 
 
@@ -106,6 +109,7 @@ def format_summary(summary: RunSummary, *, run_dir: str | Path) -> str:
     rows = [
         ("steps", steps),
         ("loss", f"{number(summary.first_loss)} -> {number(summary.last_loss)}"),
+        *([("broken", broken_text(summary.num_broken))] if summary.num_broken else []),
         (
             "speed",
             f"{number(summary.tokens_per_s)} tokens/s, {seconds(summary.step_s)} per step, MFU {percent(summary.mfu)}",
@@ -173,10 +177,19 @@ def result_text(result: EvalResult) -> str:
     >>> result_text(EvalResult(loss=0.5, tokens=9, pairs=PairStats(num_pairs=2, chosen=1.5, rejected=1, accuracy=0.5)))
     'loss 0.5, accuracy 50 %, margin 0.5, 2 pairs'
     """
-    pairs, loss = result.pairs, f"loss {number(result.loss)}"
-    if pairs is None:
-        return f"{loss}, perplexity {number(result.perplexity)}, {result.tokens:,} tokens"
-    return f"{loss}, accuracy {percent(pairs.accuracy)}, margin {number(pairs.margin)}, {pairs.num_pairs:,} pairs"
+    pairs = result.pairs
+    if pairs is not None:
+        rates = f"accuracy {percent(pairs.accuracy)}, margin {number(pairs.margin)}"
+        return f"loss {number(result.loss)}, {rates}, {pairs.num_pairs:,} pairs"
+    broken = f", {broken_text(result.broken_rows)}" if result.broken_rows else ""
+    if not result.tokens:
+        return f"no targets{broken}"
+    return f"loss {number(result.loss)}, perplexity {number(result.perplexity)}, {result.tokens:,} tokens{broken}"
+
+
+def broken_text(num_rows: int) -> str:
+    """Return the number of rows that were not trained, or evaluated, since an image of theirs cannot be decoded."""
+    return f"{counted(num_rows, 'row')} with a broken image without targets"
 
 
 def finite(value: Any) -> Any:

@@ -43,11 +43,12 @@ class PairStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """A state on an evaluation set of `tokens` targets: mean loss over them in nats, or over `pairs`; NaN without
-    targets."""
+    targets. `broken_rows`: rows without targets since an image of theirs cannot be decoded."""
 
     loss: float
     tokens: int
     pairs: PairStats | None = None
+    broken_rows: int = 0
 
     @property
     def perplexity(self) -> float:

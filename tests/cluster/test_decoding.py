@@ -53,6 +53,7 @@ def config_of(folder: Path, name: str, **overrides: Any) -> Config:
         "data.paths": folder / "rows" / "rows.jsonl",
         "data.processor": folder / "processor",
         "data.global_batch_sequences": 6,
+        "data.max_bad_fraction": 0.1,
         "train.steps": STEPS,
         "plan.refit": "false",
         "model.architecture.num_layers": 2,

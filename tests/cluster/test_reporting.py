@@ -27,7 +27,8 @@ def life(config: Config, *, resume_step: int) -> Iterator[Journal]:
     """One after another, as controllers have them."""
     folder = Path(config.run_dir)
     folder.mkdir(exist_ok=True)
-    journal = Journal(config, runtime=RayRuntime(), run_dir=folder, resume_step=resume_step, began_s=time.monotonic())
+    start = {"resume_step": resume_step, "num_rows": 100, "began_s": time.monotonic()}
+    journal = Journal(config, runtime=RayRuntime(), run_dir=folder, **start)
     try:
         yield journal
     finally:

@@ -193,7 +193,8 @@ def test_counts_of_a_run_go_on_in_its_next_life(tmp_path: Path) -> None:
         exporter.count("resizes_total", direction="down")
         exporter.count("lost_steps_total", 3)
         exporter.observe_checkpoint(0.1, step=4)
-        exporter.count("sequences_skipped_total", 7, reason="empty")
+        exporter.count_found("sequences_skipped_total", 7, reason="empty")
+        exporter.count("sequences_skipped_total", reason="picture_broken")
         samples = scrape(exporter.url)
         exporter.close()
     assert value(samples, "recoveries_total", cause="hung") == 2
@@ -201,6 +202,7 @@ def test_counts_of_a_run_go_on_in_its_next_life(tmp_path: Path) -> None:
     assert value(samples, "resizes_total", direction="down") == 2 and value(samples, "lost_steps_total") == 6
     assert value(samples, "checkpoints_total") == 2 and value(samples, "checkpoint_step") == 4
     assert value(samples, "sequences_skipped_total", reason="empty") == 7, "found anew at each start"
+    assert value(samples, "sequences_skipped_total", reason="picture_broken") == 2, "found once in all lives"
     assert all(name.startswith(PREFIX) for name, _ in samples)
 
 

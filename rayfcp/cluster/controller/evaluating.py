@@ -13,9 +13,11 @@ import numpy.typing as npt
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.config import ConfigError
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import ElasticConfig
-from rayfcp.data.evaluation import EvalBatches, EvalSet
+from rayfcp.data.balance import BrokenRows
+from rayfcp.data.evaluation import EvalBatches, EvalSet, named_keys
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.execute.reports import BatchLosses
 from rayfcp.plan import CostModel
@@ -122,6 +124,10 @@ class Evaluator:
         """Whether a rank gets no more tokens than in training, since a device ran out of memory."""
         self.last: Evaluated | None = None
         """The last evaluation that was not stopped."""
+        self._broken = {
+            each.name: BrokenRows(num_rows=each.num_samples, max_bad_fraction=each.max_bad_fraction)
+            for each in batches.sets
+        }
 
     def is_at(self, step: int) -> bool:
         """True if the state after `step` is being evaluated."""
@@ -150,6 +156,7 @@ class Evaluator:
 
         Raises:
             RanksLostError: the batch did not finish on all devices; those before it did.
+            ConfigError: data cannot be read, or too many rows of a set have broken images.
         """
         now = self._now
         assert now is not None, "an evaluation is under way"
@@ -165,7 +172,9 @@ class Evaluator:
             refs, deadline_s=deadline_s, leave_s=times.leave_s(elastic)
         )
         self._state.on_step_finished()
-        now.add(self._batches.set_of(now.next_batch), planned.batch, reports=reports)
+        own = self._batches.set_of(now.next_batch)
+        now.add(own, planned.batch, reports=reports)
+        self._count_broken(own, reports, num_seen=len(now.ids[own.name]))
         if now.next_batch > len(self._batches):
             self._conclude(now)
 
@@ -200,14 +209,27 @@ class Evaluator:
             for index, worker in enumerate(self._state.worker_group.workers)
         ]
 
+    def _count_broken(self, own: EvalSet, reports: Sequence[BatchLosses], *, num_seen: int) -> None:
+        """Log rows of a set with broken images that are not known, and check their number."""
+        broken = self._broken[own.name]
+        for row in broken.add(row for report in reports for row in report.broken):
+            self._log(f"evaluation set {own.name}: a row with a broken image has no targets: {row}")
+        try:
+            broken.check(num_seen=num_seen)
+        except ConfigError as error:
+            raise ConfigError(f"eval.sets.{own.name}: {named_keys(str(error), own.name)}") from error
+
     def _conclude(self, now: _UnderWay) -> None:
         self._now = self._planned_for = None
         results = {
-            each.name: result_of(
-                self._loss,
-                now.losses[each.name],
-                reference=() if each.reference is None else each.reference[now.ids[each.name]].tolist(),
-                num_targets=now.targets[each.name],
+            each.name: dataclasses.replace(
+                result_of(
+                    self._loss,
+                    now.losses[each.name],
+                    reference=() if each.reference is None else each.reference[now.ids[each.name]].tolist(),
+                    num_targets=now.targets[each.name],
+                ),
+                broken_rows=len(self._broken[each.name]),
             )
             for each in self._batches.sets
         }

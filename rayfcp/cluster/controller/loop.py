@@ -12,7 +12,7 @@ from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.workers.calls import RanksLostError
 from rayfcp.cluster.workers.facts import Finished, RunAbortedError
 from rayfcp.cluster.workers.group import device_peak_flops
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.elastic.facts import Failure
 from rayfcp.elastic.recoverable import RecoverableState
 from rayfcp.telemetry.events import Event, EventKind
@@ -87,6 +87,8 @@ class TrainingLoop:
                     version = self.at_boundary(version=version)
                     version = self._stepper.advance(version)
                 return self._finish(version)
+            except ConfigError as error:  # e.g. data that cannot be read any more
+                raise type(error)(f"{error}{self._rescue()}") from error
             except RanksLostError as error:
                 try:
                     under_way = version if self._stepper.is_evaluating(version) else version + 1

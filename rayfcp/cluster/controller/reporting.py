@@ -12,6 +12,7 @@ from rayfcp.cluster.controller.observing import TimedGroups
 from rayfcp.cluster.planning.queue import PlannedStep
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
+from rayfcp.data.balance import BrokenRows
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.telemetry import events, rank_times
 from rayfcp.telemetry.events import Event, EventKind, append_event, read_events
@@ -53,7 +54,9 @@ class Recorder:
         self._num_devices = event.devices
         append_event(self._run_dir / events.FILE, event)
 
-    def note(self, kind: EventKind, *, step: int, devices: int, text: str, seconds: float = 0.0) -> None:
+    def note(
+        self, kind: EventKind, *, step: int, devices: int, text: str, seconds: float = 0.0, cause: str = ""
+    ) -> None:
         """Add an event that changes no devices."""
         at_s = self._runtime.epoch_s()
         self.add_event(
@@ -64,6 +67,7 @@ class Recorder:
                 devices=devices,
                 devices_before=devices,
                 seconds=seconds,
+                cause=cause,
                 reason=text,
             )
         )
@@ -124,6 +128,7 @@ class Journal:
     """Writes `steps.jsonl`, metrics and loggers, and the report at the end; `record` writes the other files.
 
     Args:
+        num_rows: rows of the data, of which `data.max_bad_fraction` may have broken pictures.
         began_s: start of the run on `Runtime.now_s`; goodput counts from there, startup included.
         log: called with errors of loggers.
     """
@@ -135,6 +140,7 @@ class Journal:
         runtime: Runtime,
         run_dir: Path,
         resume_step: int,
+        num_rows: int,
         began_s: float,
         log: Callable[[str], None] = logger.warning,
     ) -> None:
@@ -165,7 +171,13 @@ class Journal:
         about = RunInfo(name=config.run.name, run_dir=run_dir, config=keys, resume_step=resume_step)
         self._loggers = Loggers(config.metrics.loggers, about, log=log)
         self._began_s, self._productive_s, self._log = began_s, 0.0, log
-        self._broken_images: set[str] = set()
+        self._batch_sequences, self._broken = config.data.global_batch_sequences, self._broken_rows(config, num_rows)
+
+    def _broken_rows(self, config: Config, num_rows: int) -> BrokenRows:
+        """Rows with broken images that earlier controllers found."""
+        told = [event for event in read_events(self._run_dir / events.FILE) if event.kind is EventKind.BROKEN]
+        known = {event.cause: event.reason for event in told}
+        return BrokenRows(num_rows=num_rows, max_bad_fraction=config.data.max_bad_fraction, known=known)
 
     def _held_at(self, resume_step: int) -> StepReport | None:
         """The step that the run goes on from, if a controller before this one held it back."""
@@ -208,7 +220,7 @@ class Journal:
             memory=[each.memory_bytes for each in ranks],
             picture=picture_of(report.step, groups=groups, ranks=ranks),
         )
-        self._report_broken_images(ranks)
+        self._report_broken(report.step, ranks)
         if report.step <= self._step_log.last_step:
             return False
         try:
@@ -224,11 +236,19 @@ class Journal:
         self.metrics.observe_step(report, goodput=goodput)
         return True
 
-    def _report_broken_images(self, ranks: Sequence[DeviceReport]) -> None:
-        for name in sorted({name for each in ranks for name in each.broken} - self._broken_images):
-            self._broken_images.add(name)
-            self.metrics.count("sequences_skipped_total", reason="picture_broken")
-            self._log(f"targets of a row with a broken image do not count: {name}")
+    def _report_broken(self, step: int, ranks: Sequence[DeviceReport]) -> None:
+        for row in self._broken.add(row for each in ranks for row in each.broken):
+            self.metrics.count("sequences_skipped_total", reason=row.reason.value)
+            self._log(f"a row with a broken image has no targets: {row}")
+            self.record.note(EventKind.BROKEN, step=step, devices=len(ranks), text=str(row), cause=row.place)
+
+    def check_broken(self, step: int) -> None:
+        """Check that few enough rows have broken images after `step`.
+
+        Raises:
+            ConfigError: There are more than `data.max_bad_fraction` allows.
+        """
+        self._broken.check(num_seen=step * self._batch_sequences)
 
     def close(self) -> None:
         """Write what is left and stop serving metrics. Errors are logged: the result of a run does not depend on its

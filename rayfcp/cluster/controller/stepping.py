@@ -145,6 +145,7 @@ class Stepper:
 
         Raises:
             RanksLostError: `step` did not finish on all devices; the one before it did.
+            ConfigError: data of the step cannot be read, or too many rows have broken images.
         """
         began_s, cpu_s = self._runtime.now_s(), self._runtime.cpu_s()
         worker_group, waited_s = self.cluster_state.worker_group, self.cluster_state.worker_group.waited_s
@@ -180,6 +181,7 @@ class Stepper:
         copied_s = max(each.snapshot_s for each in devices)
         self.journal.metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
         self.saver.after_step(step)
+        self.journal.check_broken(step)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 

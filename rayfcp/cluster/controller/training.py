@@ -196,9 +196,10 @@ class Controller:
         cleanup.callback(cluster_state.end)
         initial = self._initial_generation(cluster_state, resume, data)
         planners.await_ready()
-        journal = self.journal = self._open_journal(resume_step=initial.version)
+        num_rows = data.index.balance.num_used
+        journal = self.journal = self._open_journal(resume_step=initial.version, num_rows=num_rows)
         cleanup.callback(journal.close)
-        skipped = partial(journal.metrics.count, "sequences_skipped_total")
+        skipped = partial(journal.metrics.count_found, "sequences_skipped_total")
         data.index.count_skipped(lambda reason, count: skipped(count, reason=reason))
         self._announce(f"live page: {journal.metrics.where}")
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
@@ -270,7 +271,7 @@ class Controller:
             only_evaluates=self._evaluates is not None,
         )
 
-    def _open_journal(self, *, resume_step: int) -> Journal:
+    def _open_journal(self, *, resume_step: int, num_rows: int) -> Journal:
         """
         Raises:
             RunAbortedError: the run's folder cannot be written to.
@@ -282,6 +283,7 @@ class Controller:
                 runtime=runtime,
                 run_dir=folder,
                 resume_step=resume_step,
+                num_rows=num_rows,
                 began_s=self._began_s,
                 log=self._log,
             )

@@ -334,7 +334,7 @@ class DeviceWorker:
                     decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
                 )
         except torch.OutOfMemoryError as error:
-            done, model = self._engine.beat().num_done, self._model()
+            done, model = max(self._engine.beat().num_done, 0), self._model()
             what = step_of(
                 program, step=batch.step, num_done=done, config=self._config, model=model, cluster=self._cluster
             )

@@ -1,8 +1,7 @@
 """Pixels of the images that a rank encodes, and rotary positions of tokens on three axes."""
 
 import importlib
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -11,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.config import ConfigError
 from rayfcp.data.manifest import image_file
-from rayfcp.data.rows import BadReason, BadRowError
-from rayfcp.data.shards import TokenReader
+from rayfcp.data.rows import BadReason, BadRow, BadRowError
+from rayfcp.data.shards import ShardReader, TokenReader
+from rayfcp.data.storage import read_prepared
 from rayfcp.data.vision.images import decoded
 from rayfcp.data.vision.layout import MediaItem, items_of
 from rayfcp.data.vision.processors import ImageTokenizer, PixelArray
 from rayfcp.values import GlobalBatch, Sample
-
-logger = logging.getLogger(__name__)
 
 Integers = npt.NDArray[np.int64]
 ImageRange = tuple[int, int, int]
@@ -33,13 +32,13 @@ class DecodedImages:
     """Images one after the other, as the library's processor makes them.
 
     `values`: `[patches, patch_values]` where sizes differ (Qwen3-VL), `[images, channels, height, width]` where all are
-    tiles (InternVL). `grids`: `[images, 2]`, height and width in patches. `broken`: images that could not be decoded
-    and are grey instead, with the reason.
+    tiles (InternVL). `grids`: `[images, 2]`, height and width in patches. `broken`: rows of the shards with images
+    that cannot be decoded and are grey instead.
     """
 
     values: PixelArray
     grids: Integers
-    broken: tuple[str, ...] = ()
+    broken: tuple[BadRow, ...] = ()
 
 
 def sample_items(reader: TokenReader, sample: Sample) -> list[tuple[MediaItem, Integers]]:
@@ -59,19 +58,32 @@ def sample_items(reader: TokenReader, sample: Sample) -> list[tuple[MediaItem, I
 
 
 def read_part(reader: TokenReader, sample: Sample, *, first: int, num_bytes: int) -> bytes:
-    """Bytes of an image or a frame of the sample, by one read."""
+    """Bytes of an image or a frame of the sample, by one read.
+
+    Raises:
+        OSError: The file ends before them.
+    """
     shard = reader.shard(sample)
-    return bytes(shard.fs.cat_file(image_file(shard.path), start=first, end=first + num_bytes))
+    found = bytes(shard.fs.cat_file(image_file(shard.path), start=first, end=first + num_bytes))
+    if len(found) != num_bytes:
+        raise OSError(f"it gives {len(found)} of {num_bytes} bytes from byte {first} on")
+    return found
 
 
 class ImageDecoder:
-    """Reads and decodes images of samples."""
+    """Reads and decodes images of samples. `on_item` is called after each image or video."""
 
-    def __init__(self, reader: TokenReader, processor: ImageTokenizer) -> None:
-        self._reader, self._family = reader, processor.family
+    def __init__(
+        self, reader: TokenReader, processor: ImageTokenizer, *, on_item: Callable[[], None] = lambda: None
+    ) -> None:
+        self._reader, self._family, self._on_item = reader, processor.family, on_item
 
     def decode(self, batch: GlobalBatch, wanted: Iterable[ImageRange]) -> dict[ImageRange, DecodedImages]:
-        """Decode each of `wanted`. An item needed in several consecutive ranges is decoded once."""
+        """Decode each of `wanted`. An item needed in several consecutive ranges is decoded once.
+
+        Raises:
+            UnreadableFileError: Bytes of an image cannot be read.
+        """
         found: dict[ImageRange, DecodedImages] = {}
         last: tuple[tuple[int, int], DecodedImages] | None = None
         for sequence, first, stop in wanted:
@@ -82,7 +94,8 @@ class ImageDecoder:
                 if low >= high:
                     continue
                 if last is None or last[0] != (sequence, number):
-                    last = ((sequence, number), self._item(sample, item, places))
+                    last = ((sequence, number), self._read(sample, item, places))
+                    self._on_item()
                 whole = last[1]
                 rows = whole.values.shape[0] // item.units
                 values = whole.values[low * rows : high * rows]
@@ -90,24 +103,37 @@ class ImageDecoder:
             found[sequence, first, stop] = join_images(pieces)
         return found
 
+    def _read(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
+        """Return an item. Reading, and what the machine lacks for decoding, are tried again."""
+        shard = self._reader.shard(sample)
+        return read_prepared(lambda: self._item(sample, item, places), fs=shard.fs, path=image_file(shard.path))
+
     def _item(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
+        parts = [read_part(self._reader, sample, first=int(first), num_bytes=int(size)) for first, size in places]
         shape = self._family.unit_shape(item.height, item.width)
         grids = np.tile(np.array([[item.height, item.width]], dtype=np.int64), (item.units, 1))
         try:
-            frames = [
-                decoded(read_part(self._reader, sample, first=int(first), num_bytes=int(size)))
-                for first, size in places
-            ]
+            frames = [decoded(part) for part in parts]
             values = self._family.video_values(frames) if item.is_video else self._family.image_values(frames[0])
             if values.shape != (item.units * shape[0], *shape[1:]):
                 raise ValueError(f"gives {values.shape[0]} rows, its header promised {item.units * shape[0]}")
         except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
-            why = BadRowError(BadReason.IMAGE_UNREADABLE, error).detail
-            name = f"{self._reader.shard(sample).info.name} row {sample.row}: {why}"
-            logger.warning("an image cannot be decoded: it is replaced by grey, its row has no targets: %s", name)
+            shard = self._reader.shard(sample)
+            _check_bytes_are_to_blame(error, shard)
+            broken = BadRowError(BadReason.IMAGE_BROKEN, error).at(shard.info.name, row=sample.row)
             grey = np.zeros((item.units * shape[0], *shape[1:]), dtype=np.float32)
-            return DecodedImages(values=grey, grids=grids, broken=(name,))
+            return DecodedImages(values=grey, grids=grids, broken=(broken,))
         return DecodedImages(values=values, grids=grids)
+
+
+def _check_bytes_are_to_blame(error: Exception, shard: ShardReader) -> None:
+    """Raise what kept an image from being decoded if it is not its bytes: the machine, whose errors have numbers
+    unlike those of the formats' readers, or an image file that is not the one that was prepared."""
+    of_system = isinstance(error, OSError) and (error.errno is not None or "out of memory" in str(error))
+    if of_system or isinstance(error, MemoryError | ConfigError):
+        raise error
+    if (size := shard.fs.size(image_file(shard.path))) != shard.info.picture_bytes:
+        raise OSError(f"it holds {size} bytes, must be {shard.info.picture_bytes} as it was prepared")
 
 
 def join_images(pieces: Sequence[DecodedImages]) -> DecodedImages:
@@ -115,7 +141,7 @@ def join_images(pieces: Sequence[DecodedImages]) -> DecodedImages:
     return DecodedImages(
         values=np.concatenate([piece.values for piece in pieces]),
         grids=np.concatenate([piece.grids for piece in pieces]),
-        broken=tuple(name for piece in pieces for name in piece.broken),
+        broken=tuple(row for piece in pieces for row in piece.broken),
     )
 
 
