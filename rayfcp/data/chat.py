@@ -104,10 +104,8 @@ class ChatEncoder:
     def _conversation(self, chat: Chat) -> list[TokenRow]:
         """The samples of a conversation, with arguments of its calls as the template takes them: objects, or text."""
         if not chat.pictures and any(not isinstance(message["content"], str) for message in chat.messages):
-            raise BadRowError(
-                BadReason.BAD_MESSAGES,
-                "parts of a content must be of type text: pictures need data.processor, and rows that are no pairs",
-            )
+            cause = "pairs have no pictures" if self._data.rows == "pairs" else "pictures need data.processor"
+            raise BadRowError(BadReason.BAD_MESSAGES, f"parts of a content must be of type text: {cause}")
         try:
             return self._encoded(chat)
         except BadRowError as error:

@@ -138,11 +138,11 @@ class _Encoder:
         if raw.media is not None and self.media is not None:
             return self.media(raw.media, self.url)
         if raw.chat is not None and self.chat is not None:
-            return self.chat(raw.chat)
-        samples = token_rows(raw.tokens or {"input_ids": text}, account=self.account)
-        if marks := self.tokenizer.picture_marks:
-            for sample in samples:
-                _check_no_marks(sample, marks)
+            samples = self.chat(raw.chat)
+        else:
+            samples = token_rows(raw.tokens or {"input_ids": text}, account=self.account)
+        for sample in samples if self.tokenizer.picture_marks else ():
+            _check_no_marks(sample, self.tokenizer.picture_marks)
         return samples
 
 
@@ -154,6 +154,5 @@ def _check_no_marks(row: TokenRow, marks: Mapping[int, str]) -> None:
     for token, kind in marks.items():
         for values in (row.tokens, row.labels):
             if values is not None and (found := int(np.count_nonzero(values == token))):
-                raise BadRowError(
-                    BadReason.MARKERS_MISMATCH, f"{counted(found, 'mark')} of {kind}s for 0 {kind}s: token {token}"
-                )
+                detail = f"{counted(found, 'mark')} of {kind}s (token {token}) for 0 {kind}s"
+                raise BadRowError(BadReason.MARKERS_MISMATCH, detail)

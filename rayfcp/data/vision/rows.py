@@ -133,9 +133,8 @@ class RowEncoder(ChatEncoder):
     def _tokens(self, text: str, *, is_document: bool, pictures: Sequence[Any] = ()) -> SpannedTokens:
         for mark in PICTURE_MARK.finditer(text):
             if mark.group() not in self._tokens_of_pictures:
-                raise BadRowError(
-                    BadReason.MARKERS_MISMATCH, f"{mark.group()} stands where no picture can be, e.g. in a call"
-                )
+                detail = f"{mark.group()} stands where no picture can be, e.g. in thoughts, calls or tools"
+                raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
         grids = [each.grid for each in pictures]
         found = self._processor.encode_images(
             checked_text(text, name="text"), grids, fps=self._data.video_fps, is_document=is_document
