@@ -25,6 +25,7 @@ from rayfcp.data.kinds import (
     is_binary,
     is_description,
     is_json_line,
+    is_picture,
     kind_of,
 )
 from rayfcp.data.manifest import is_local, join, name_of, resolve
@@ -102,7 +103,8 @@ class Discovery:
         counts = Counter(extension(url) for url in self.ignored).most_common()
         named = ", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts[:_NAMED_KINDS])
         others = f" and {len(counts) - _NAMED_KINDS} more kinds" if len(counts) > _NAMED_KINDS else ""
-        return printable(f"ignored files: {len(self.ignored)} ({named}{others}), e.g. {self.ignored[0]}")
+        pictures = "; pictures are read where rows name them" * any(map(is_picture, self.ignored))
+        return printable(f"ignored files: {len(self.ignored)} ({named}{others}), e.g. {self.ignored[0]}{pictures}")
 
     def held_out_line(self) -> str | None:
         """Return one line if files are named as held-out splits beside one for training, None otherwise."""
@@ -145,9 +147,12 @@ def discover(data: DataConfig) -> Discovery:
     found = search.found()
     if not found.files:
         ignored = found.ignored_line()
+        remedy = "change them"
+        if any(map(is_picture, found.ignored)):
+            remedy += ", or put a metadata.jsonl with file_name and text of each picture beside them"
         raise ConfigError(
             f"data.paths {', '.join(map(repr, data.paths))} hold no file that matches data.include, data.exclude and "
-            f"data.format ({data.format}){'; ' + ignored if ignored else ''}; change them"
+            f"data.format ({data.format}){'; ' + ignored if ignored else ''}; {remedy}"
         )
     return found
 

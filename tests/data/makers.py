@@ -1,6 +1,8 @@
 """Files of every format, written from rows."""
 
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,15 @@ def write_rows(path: str | Path, rows: dict[str, list[Any]]) -> str:
         with new(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
     return url
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    """A tar, compressed if the name says so."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
 
 
 def read_all(path: object, **keys: Any) -> list[TokenRow | BadRow]:

@@ -1,10 +1,8 @@
 """Every kind of broken row is reported with its reason and place, and good rows around it come through."""
 
-import io
 import json
 import os
 import re
-import tarfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadReason, BadRow, TokenRow
 from rayfcp.data.storage import UnreadableFileError
 from rayfcp.data.tokenizer import ByteTokenizer
-from tests.data.makers import EOS, data_config, few_examples, read_all, write_rows
+from tests.data.makers import EOS, data_config, few_examples, read_all, write_rows, write_tar
 
 COLUMNAR = (".parquet", ".arrow", ".stream.arrow")
 
@@ -106,14 +104,6 @@ def test_parquet_pieces_give_each_row_once(tmp_path: Path, monkeypatch: pytest.M
     for piece_bytes in (7, 100, 333):
         monkeypatch.setattr(sources, "PIECE_BYTES", piece_bytes)
         assert in_pieces(path) == [[ord(text), EOS] for text in "abcde"]
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
 
 
 def rows_before_error(path: Path) -> list[list[int] | str]:

@@ -95,7 +95,8 @@ def _tar_record(
         values[text] = found["text"]
     for name, files in media.items():
         if files:
-            values[name] = _ordered(files, values.get(name))
+            single = None if values.get(name) else values.pop(name.removesuffix("s"), None)
+            values[name] = _ordered(files, values.get(name) or single)
     return Record(row=row, values=values, unread=unread)
 
 

@@ -1,8 +1,9 @@
 """Pixels of the images that a rank encodes, and rotary positions of tokens on three axes."""
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,24 @@ def read_part(reader: TokenReader, sample: Sample, *, first: int, num_bytes: int
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """Units `[low, high)` of an item that are needed. `key`: equal for items that have the same values."""
+
+    key: Any
+    item: MediaItem
+    places: Integers
+    low: int
+    high: int
+
+    def part_of(self, whole: DecodedImages, *, row: int) -> DecodedImages:
+        """Return these units of the decoded item, as part of this row of its shard."""
+        rows = whole.values.shape[0] // self.item.units
+        values = whole.values[self.low * rows : self.high * rows]
+        broken = tuple(replace(each, row=row) for each in whole.broken)
+        return DecodedImages(values=values, grids=whole.grids[self.low : self.high], broken=broken)
+
+
 class ImageDecoder:
     """Reads and decodes images of samples. `on_item` is called after each image or video."""
 
@@ -79,29 +98,39 @@ class ImageDecoder:
         self._reader, self._family, self._on_item = reader, processor.family, on_item
 
     def decode(self, batch: GlobalBatch, wanted: Iterable[ImageRange]) -> dict[ImageRange, DecodedImages]:
-        """Decode each of `wanted`. An item needed in several consecutive ranges is decoded once.
+        """Decode each of `wanted`. An item that several ranges need is decoded once, also if it is in several rows.
 
         Raises:
             UnreadableFileError: Bytes of an image cannot be read.
         """
+        uses = {each: list(self._uses(batch.samples[each[0]], *each[1:])) for each in wanted}
+        left = Counter(use.key for own in uses.values() for use in own)
+        kept: dict[Any, DecodedImages] = {}
         found: dict[ImageRange, DecodedImages] = {}
-        last: tuple[tuple[int, int], DecodedImages] | None = None
-        for sequence, first, stop in wanted:
-            sample, pieces, before = batch.samples[sequence], [], 0
-            for number, (item, places) in enumerate(sample_items(self._reader, sample)):
-                low, high = max(first - before, 0), min(stop - before, item.units)
-                before += item.units
-                if low >= high:
-                    continue
-                if last is None or last[0] != (sequence, number):
-                    last = ((sequence, number), self._read(sample, item, places))
+        for each, own in uses.items():
+            pieces = []
+            for use in own:
+                sample = batch.samples[each[0]]
+                whole = kept.pop(use.key, None)
+                if whole is None:
+                    whole = self._read(sample, use.item, use.places)
                     self._on_item()
-                whole = last[1]
-                rows = whole.values.shape[0] // item.units
-                values = whole.values[low * rows : high * rows]
-                pieces.append(DecodedImages(values=values, grids=whole.grids[low:high], broken=whole.broken))
-            found[sequence, first, stop] = join_images(pieces)
+                left[use.key] -= 1
+                if left[use.key]:
+                    kept[use.key] = whole
+                pieces.append(use.part_of(whole, row=sample.row))
+            found[each] = join_images(pieces)
         return found
+
+    def _uses(self, sample: Sample, first: int, stop: int, /) -> Iterator[_Use]:
+        """Yield the items of images `[first, stop)` of a sample."""
+        before = 0
+        for item, places in sample_items(self._reader, sample):
+            low, high = max(first - before, 0), min(stop - before, item.units)
+            before += item.units
+            if low < high:
+                key = (sample.shard, item[:4], places.tobytes())
+                yield _Use(key=key, item=item, places=places, low=low, high=high)
 
     def _read(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
         """Return an item. Reading, and what the machine lacks for decoding, are tried again."""

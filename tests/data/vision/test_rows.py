@@ -1,9 +1,11 @@
 """Rows with images, from files to samples, tokens, positions and pixels."""
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,12 +15,12 @@ from hypothesis import strategies as st
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data import LengthIndex, PreparedManifest, Sampler, TokenReader, cached_prepare, prepare_local, sources
-from rayfcp.data.rows import IGNORED
+from rayfcp.data.rows import IGNORED, BadReason
 from rayfcp.data.vision.decoding import ImageDecoder, RotaryPositions, read_part, sample_items
 from rayfcp.data.vision.layout import clear_pieces
 from rayfcp.data.vision.processors import ImageTokenizer
-from rayfcp.values import Sample
-from tests.data.makers import data_config, few_examples, write_rows
+from rayfcp.values import GlobalBatch, Sample
+from tests.data.makers import data_config, few_examples, stored_rows, write_rows, write_tar
 from tests.data.vision.makers import image, saved
 
 PNG, WIDE, BROKEN = saved(image(40, 40)), saved(image(40, 70)), saved(image(300, 40))[:400]
@@ -288,3 +290,165 @@ def test_pieces_of_lines_that_name_images_give_the_same_rows(
         for _, places in sample_items(reader, sample)
     ]
     assert found[:5] == found[5:]
+
+
+NAMED = {"a.png": PNG, "wide.png": WIDE, "broken.png": BROKEN}
+
+
+@few_examples
+@given(rows=st.lists(st.lists(st.sampled_from(sorted(NAMED)), max_size=3), min_size=1, max_size=5))
+def test_equal_pictures_are_stored_and_decoded_once(qwen: ImageTokenizer, rows: list[list[str]]) -> None:
+    """And every row has the values, and the state, that it has alone."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "broken.png").write_bytes(BROKEN)
+        (folder / "in").mkdir()
+        (folder / "in" / "broken.png").write_bytes(BROKEN)
+        texts = [f"{number}{'<image>' * len(row)}" for number, row in enumerate(rows)]
+        made = prepared(folder, qwen, {"text": texts, "images": [[*row] for row in rows]}, kind="jsonl")
+        used = {each for row in rows for each in row}
+        assert sum(shard.picture_bytes or 0 for shard in made.shards) == sum(len(NAMED[each]) for each in used)
+        reader, samples = opened(made)
+        batch = GlobalBatch(step=1, epoch=0, samples=samples)
+        wanted = [(number, 0, len(row)) for number, row in enumerate(rows) if row]
+        count = Mock()
+        found = ImageDecoder(reader, qwen, on_item=count).decode(batch, wanted)
+        assert count.call_count == len(used)
+        for place in wanted:
+            (alone,) = ImageDecoder(reader, qwen).decode(batch, [place]).values()
+            np.testing.assert_array_equal(found[place].values, alone.values)
+            np.testing.assert_array_equal(found[place].grids, alone.grids)
+            assert found[place].broken == alone.broken
+            assert {row.row for row in alone.broken} == ({place[0]} if "broken.png" in rows[place[0]] else set())
+
+
+STRUCT = {"bytes": PNG, "path": "any.png"}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "image.jsonl": {"image": ["a.png"]},
+    "image of a list.jsonl": {"image": [["a.png"]]},
+    "image.parquet": {"image": [STRUCT]},
+    "image.arrow": {"image": [STRUCT]},
+    "image of bytes.parquet": {"image": [PNG]},
+    "images alone.jsonl": {"images": ["a.png"]},
+    "images.parquet": {"images": [[STRUCT]]},
+}
+
+
+@pytest.mark.parametrize("form", COLUMNS)
+def test_a_text_without_marks_is_the_caption_of_its_pictures(tmp_path: Path, qwen: ImageTokenizer, form: str) -> None:
+    kind = form.rpartition(".")[2]
+    made = prepared(tmp_path, qwen, {"text": ["a cat"], **COLUMNS[form]}, kind=kind)
+    assert (made.bad_rows, made.account.ignored_columns) == ({}, {})
+    assert stored_rows(made) == stored_rows(of_marks(tmp_path, qwen))
+
+
+def of_marks(folder: Path, tokenizer: ImageTokenizer) -> PreparedManifest:
+    """The row with a mark in its text."""
+    (folder / "marks").mkdir()
+    return prepared(folder / "marks", tokenizer, {"text": ["<image>a cat"], "images": [["a.png"]]}, kind="jsonl")
+
+
+def test_one_video_is_a_list_of_frames(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    frames = ["a.png"] * 3
+    made = [
+        prepared(folder, qwen, {"text": ["<video>a"], name: [value]}, kind="jsonl")
+        for name, value in (("video", frames), ("video", [frames]), ("videos", [frames]), ("videos", frames))
+        for folder in [tmp_path / f"{name}{len(value)}"]
+        if folder.mkdir() is None
+    ]
+    assert [each.bad_rows for each in made] == [{}] * 4
+    assert len({each.content for each in made}) == 1
+
+
+REFUSED: list[tuple[dict[str, Any], BadReason, str]] = [
+    ({"image": "a.png", "images": ["a.png"]}, BadReason.UNUSED_COLUMN, "image beside images"),
+    ({"photo": {"bytes": "x", "path": "a.png"}}, BadReason.UNUSED_COLUMN, "photo beside text holds files"),
+    ({"images": [[1, 2], [3, 4]]}, BadReason.WRONG_TYPE, "must be bytes, a path or a URL, not list"),
+    ({"video": "a.mp4"}, BadReason.WRONG_TYPE, "a.mp4 is a film"),
+    ({"videos": [["a.png"]]}, BadReason.IMAGE_SHAPE, "a video of 1 frame of 40 x 40 pixels"),
+    ({"videos": [["a.png", "wide.png"]]}, BadReason.IMAGE_SHAPE, "frames of 2 sizes"),
+    ({"images": ["thin.png"]}, BadReason.IMAGE_SHAPE, "an image of 1 x 4000 pixels"),
+    ({"images": ["none.png"]}, BadReason.IMAGE_MISSING, "none.png: No such file"),
+]
+
+
+@pytest.mark.parametrize(("columns", "reason", "detail"), REFUSED)
+def test_pictures_that_cannot_be_read_are_refused_by_name(
+    tmp_path: Path, qwen: ImageTokenizer, columns: dict[str, Any], reason: BadReason, detail: str
+) -> None:
+    (tmp_path / "thin.png").write_bytes(saved(image(4000, 1)))
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "wide.png").write_bytes(WIDE)
+    lines = [{"text": "good"}, {"text": "a cat", **columns}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    made = prepare_local(config(tmp_path / "rows.jsonl", qwen), out_dir=str(tmp_path / "out"))
+    ((bad),) = made.named_bad_rows
+    assert (bad.reason, detail in bad.detail) == (reason, True), bad
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
+def test_folders_of_pictures_with_metadata(tmp_path: Path, qwen: ImageTokenizer, name: str) -> None:
+    """As the library `datasets` has them."""
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(PNG)
+    for column, value in (("file_name", "a.png"), ("image_file_name", "a.png"), ("file_names", ["a.png"])):
+        rows = {column: [value], "text": ["a cat"]}
+        if name.endswith(".csv"):
+            if isinstance(value, list):
+                continue
+            (folder / name).write_text(f"{column},text\n{value},a cat\n")
+        else:
+            write_rows(folder / name, rows)
+        made = prepare_local(config(folder, qwen), out_dir=str(tmp_path / f"out-{column}"))
+        assert (made.bad_rows, made.account.ignored_columns) == ({}, {})
+        assert made.shards[0].picture_bytes == len(PNG)
+    with pytest.raises(ConfigError, match=r"no_processor 1, first: .*file_name beside text: set data.processor"):
+        prepare_local(data_config(folder, exclude=["*.png"]), out_dir=str(tmp_path / "text"))
+
+
+def test_folders_of_pictures_without_rows_say_so(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "a.png").write_bytes(PNG)
+    with pytest.raises(ConfigError, match=r"ignored files: 1 \(.png\).*metadata.jsonl with file_name and text"):
+        prepare_local(config(tmp_path, qwen), out_dir=str(tmp_path / "out"))
+
+
+def test_members_of_webdataset_shards(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    (tmp_path / "in").mkdir()
+    pair = {"images": ["b/2.wide.png", "2.a.png"], "text": "<image><image>x"}
+    members = [
+        ("1.png", PNG),
+        ("1.txt", b"a cat"),
+        ("2.a.png", PNG),
+        ("2.wide.png", WIDE),
+        ("2.json", json.dumps(pair).encode()),
+        ("3.img0.JPG", PNG),
+        ("3.caption", b"a cat"),
+        ("4.png", PNG),
+        ("4.json", json.dumps({"image": "other.png", "text": "b"}).encode()),
+        ("5.mp4", b"film"),
+        ("5.txt", b"a film"),
+        ("6.png", PNG),
+    ]
+    write_tar(tmp_path / "in" / "a.tar", members)
+    made = prepare_local(config(tmp_path / "in", qwen), out_dir=str(tmp_path / "out"))
+    found = stored_rows(made)
+    assert found[0] == found[2] == stored_rows(of_marks(tmp_path, qwen))[0]
+    reader, samples = opened(made)
+    ((_, wide), (_, first)) = sample_items(reader, samples[1])
+    assert [int(wide[0][1]), int(first[0][1])] == [len(WIDE), len(PNG)]
+    named = [(each.row, each.reason, each.detail) for each in made.named_bad_rows]
+    assert [each[:2] for each in named] == [
+        (3, BadReason.UNUSED_COLUMN),
+        (4, BadReason.WRONG_TYPE),
+        (5, BadReason.MISSING_COLUMN),
+    ]
+    assert "its json names pictures other.png" in named[0][2]
+    assert "5.mp4 is a film" in named[1][2]
+
+
+def test_text_that_was_prepared_without_the_processor_is_its_text(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n')
+    plain = prepare_local(data_config(tmp_path / "rows.jsonl", tokenizer=qwen.name), out_dir=str(tmp_path / "out"))
+    assert cached_prepare(config(plain.folder, qwen), cache_dir=str(tmp_path / "c")) == plain
