@@ -1,7 +1,8 @@
 """Pictures that rows refer to: from the value of a column, or of a message's part, to bytes and size.
 
 A picture is bytes, a path relative to the folder of the row's file, an absolute path, a URL (of any fsspec protocol, or
-`data:`), base64, or an object with one of these as `bytes`, `path` or `url`. A video is a list of pictures, its frames.
+`data:`), base64, or an object with one of these as `bytes`, `base64`, `path` or `url`. A video is a list
+of pictures, its frames.
 """
 
 import base64
@@ -130,7 +131,7 @@ def _given(reference: Any) -> tuple[str, bytes | None]:
     name = ""
     if isinstance(reference, Mapping):
         name = next((str(reference[key]) for key in ("path", "url") if reference.get(key)), "")
-        reference = reference.get("bytes") or name
+        reference = reference.get("bytes") or reference.get("base64") or name
         if isinstance(reference, str) and reference != name:
             return name, _decoded(reference, is_url=False)
     if isinstance(reference, bytes | bytearray | memoryview):
