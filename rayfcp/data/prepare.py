@@ -44,7 +44,7 @@ from rayfcp.data.tokenizer import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
-READ_RULES = 1
+READ_RULES = 2
 """Version of the rules that make rows of files and tokens of rows. Raise it when they change for any input, so that
 caches of other rules are not used."""
 
@@ -259,6 +259,8 @@ def prepare_split(split: InputSplit, *, data: DataConfig, out_dir: str, fingerpr
                 max_token_id = max(max_token_id, row.max_token_id)
                 continue
             bad[row.reason.value] += row.num_rows
+            if row.num_images:
+                account.count("images_of_bad_rows", row.reason.value, by=row.num_images)
             if len(named) < MAX_NAMED_ROWS:
                 named.append(row)
     return SplitResult(

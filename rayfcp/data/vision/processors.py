@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+_MARK_TOKENS = 24
+"""Tokens in which the marks before or after an image are looked for: `<|vision_start|><1234.5 seconds>` has 16
+characters of text, each a token of its own at most."""
+
 PixelArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
 """Height and width, in pixels."""
@@ -46,6 +50,8 @@ class Qwen3VL:
         self._video_rule = importlib.import_module(type(self._videos).__module__).smart_resize
         self.marks = frozenset((processor.image_token_id, processor.video_token_id))
         self.patch_values = 3 * self._images.temporal_patch_size * self._images.patch_size**2
+        start, end = map(re.escape, (processor.vision_start_token, processor.vision_end_token))
+        self.opening, self.closing = rf"((?:{start})?<[\d.]+ seconds>)?{start}", rf"(?:{end}){{1,2}}"
         self.image_marker = processor.vision_start_token + processor.image_token + processor.vision_end_token
         self.video_marker = processor.vision_start_token + processor.video_token + processor.vision_end_token
 
@@ -143,6 +149,8 @@ class InternVL:
         self.patch_values = 3 * self._patch_size**2
         self._settings = dict(processor.images_kwargs)
         self.marks = frozenset((processor.image_token_id,))
+        start, end = map(re.escape, (processor.start_image_token, processor.end_image_token))
+        self.opening, self.closing = rf"(?:Frame\d+: )?{start}", end
         self.image_marker, self.video_marker = processor.image_token, processor.video_token
 
     def image_grid(self, size: Size) -> MediaGrid:
@@ -176,7 +184,8 @@ class InternVL:
 ProcessorFamily = Qwen3VL | InternVL
 """Rules of one family. `processor`: the library's; `marks`: ids of tokens that stand for images; `patch_values`:
 numbers per patch; `has_grid_positions`: tokens have three positions each, by the library's `get_rope_index`;
-`units_apart`: every unit has other tokens around it; `image_marker`, `video_marker`: placeholders of an image or a
+`units_apart`: every unit has other tokens around it; `opening`, `closing`: patterns of the text that the library puts
+around the tokens of an image or a video; `image_marker`, `video_marker`: placeholders of an image or a
 video in a text that was not made by a chat template."""
 
 
@@ -226,9 +235,21 @@ class ImageTokenizer(HuggingFaceTokenizer):
         for grid, own in zip(ordered, starts, strict=True):
             stop = int(own[-1]) + grid.unit_tokens
             shape = (grid.units, grid.height, grid.width)
-            items.append(MediaItem(int(grid.is_video), *shape, int(own[0]), stop, grid.parts))
+            start, stop = self._with_marks(tokens, int(own[0]), stop)
+            items.append(MediaItem(int(grid.is_video), *shape, start, stop, grid.parts))
             runs += runs_of(own, num_tokens=grid.unit_tokens, num_patches=grid.height * grid.width)
         return tokens, tuple(items), tuple(runs)
+
+    def _with_marks(self, tokens: TokenArray, start: int, stop: int) -> tuple[int, int]:
+        """Extend tokens `[start, stop)` of an image or a video by the marks that open and close it."""
+        before, after = tokens[max(start - _MARK_TOKENS, 0) : start], tokens[stop : stop + _MARK_TOKENS]
+        opening = re.search(rf"(?:{self.family.opening})\Z", self._text(before))
+        closing = re.match(self.family.closing, self._text(after))
+        num_opening = _first(len(before), lambda num: len(self._text(before[before.size - num :])), opening)
+        return start - num_opening, stop + _first(len(after), lambda num: len(self._text(after[:num])), closing)
+
+    def _text(self, tokens: TokenArray) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _ordered(self, text: str, grids: Sequence[MediaGrid]) -> list[MediaGrid]:
         """`grids` in the order of their markers in the text."""
@@ -246,6 +267,12 @@ class ImageTokenizer(HuggingFaceTokenizer):
     def is_mark(self, tokens: TokenArray) -> Any:
         """True for each token that stands for a part of an image, `[tokens]`."""
         return np.isin(tokens, list(self.family.marks))
+
+
+def _first(limit: int, length: Callable[[int], int], found: re.Match[str] | None) -> int:
+    """Least number of tokens, at most `limit`, whose text is at least as long as the match."""
+    needed = 0 if found is None else len(found.group())
+    return next((num for num in range(limit) if length(num) >= needed), limit)
 
 
 @lru_cache(maxsize=4)

@@ -43,6 +43,15 @@ class RowEncoder:
         Raises:
             BadRowError: Anything in it cannot be used.
         """
+        try:
+            return self._encoded(media, url)
+        except BadRowError as error:
+            error.num_images = sum(
+                len(each) for name in ("images", "videos") if isinstance(each := media.get(name), list)
+            )
+            raise
+
+    def _encoded(self, media: Mapping[str, Any], url: str) -> TokenRow:
         tokenizer, folder = self._tokenizer, url.rsplit("/", 1)[0]
         images = _listed(media.get("images"), name="images")
         videos = [_frames(video) for video in _listed(media.get("videos"), name="videos")]
