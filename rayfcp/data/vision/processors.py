@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate, reason_of
 from rayfcp.data.rows import BadReason, BadRowError
-from rayfcp.data.tokenizer import HuggingFaceTokenizer, TokenArray
+from rayfcp.data.tokenizer import HuggingFaceTokenizer, SpannedTokens, TokenArray
 from rayfcp.data.vision.layout import MediaGrid, MediaItem, place, runs_of
 from rayfcp.values import Images
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-_MARK_TOKENS = 24
-"""Tokens in which the marks before or after an image are looked for: `<|vision_start|><1234.5 seconds>` has 16
-characters of text, each a token of its own at most."""
+_MARK_CHARACTERS = 64
+"""Length of text in which the marks before or after an image are looked for: `<|vision_start|><1234.5 seconds>` and the
+like are shorter."""
 
 PixelArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
@@ -228,28 +228,27 @@ class ImageTokenizer(HuggingFaceTokenizer):
             BadRowError: Markers and images do not match.
         """
         ordered = self._ordered(text, grids)
-        tokens = self.encode(self.family.expanded(text, grids, fps=fps))
-        starts = place(tokens, ordered, marks=self.family.marks, apart=self.family.units_apart)
+        expanded = self.family.expanded(text, grids, fps=fps)
+        tokens = self.encode_spans(expanded, is_document=True)
+        starts = place(tokens.ids, ordered, marks=self.family.marks, apart=self.family.units_apart)
         items: list[MediaItem] = []
         runs: list[Images] = []
         for grid, own in zip(ordered, starts, strict=True):
             stop = int(own[-1]) + grid.unit_tokens
             shape = (grid.units, grid.height, grid.width)
-            start, stop = self._with_marks(tokens, int(own[0]), stop)
-            items.append(MediaItem(int(grid.is_video), *shape, start, stop, grid.parts))
+            span = self._with_marks(expanded, tokens, int(own[0]), stop)
+            items.append(MediaItem(int(grid.is_video), *shape, *span, grid.parts))
             runs += runs_of(own, num_tokens=grid.unit_tokens, num_patches=grid.height * grid.width)
-        return tokens, tuple(items), tuple(runs)
+        return tokens.ids, tuple(items), tuple(runs)
 
-    def _with_marks(self, tokens: TokenArray, start: int, stop: int) -> tuple[int, int]:
-        """Extend tokens `[start, stop)` of an image or a video by the marks that open and close it."""
-        before, after = tokens[max(start - _MARK_TOKENS, 0) : start], tokens[stop : stop + _MARK_TOKENS]
-        opening = re.search(rf"(?:{self.family.opening})\Z", self._text(before))
-        closing = re.match(self.family.closing, self._text(after))
-        num_opening = _first(len(before), lambda num: len(self._text(before[before.size - num :])), opening)
-        return start - num_opening, stop + _first(len(after), lambda num: len(self._text(after[:num])), closing)
-
-    def _text(self, tokens: TokenArray) -> str:
-        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    def _with_marks(self, text: str, tokens: SpannedTokens, start: int, stop: int) -> tuple[int, int]:
+        """Extend tokens `[start, stop)` of an image or a video in `text` by the marks that open and close it."""
+        first, last = int(tokens.starts[start]), int(tokens.stops[stop - 1])
+        if opening := re.search(rf"(?:{self.family.opening})\Z", text[max(first - _MARK_CHARACTERS, 0) : first]):
+            start = int(np.searchsorted(tokens.stops, first - len(opening.group()), side="right"))
+        if closing := re.match(self.family.closing, text[last : last + _MARK_CHARACTERS]):
+            stop = int(np.searchsorted(tokens.starts, last + len(closing.group())))
+        return start, stop
 
     def _ordered(self, text: str, grids: Sequence[MediaGrid]) -> list[MediaGrid]:
         """`grids` in the order of their markers in the text."""
@@ -267,12 +266,6 @@ class ImageTokenizer(HuggingFaceTokenizer):
     def is_mark(self, tokens: TokenArray) -> Any:
         """True for each token that stands for a part of an image, `[tokens]`."""
         return np.isin(tokens, list(self.family.marks))
-
-
-def _first(limit: int, length: Callable[[int], int], found: re.Match[str] | None) -> int:
-    """Least number of tokens, at most `limit`, whose text is at least as long as the match."""
-    needed = 0 if found is None else len(found.group())
-    return next((num for num in range(limit) if length(num) >= needed), limit)
 
 
 @lru_cache(maxsize=4)
