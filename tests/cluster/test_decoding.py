@@ -96,19 +96,20 @@ class Storage(Trouble):
 
     def __init__(self, folder: Path, *, gone_for_s: float) -> None:
         super().__init__()
-        self._files, self._gone_for_s = list(folder.glob("*.pictures")), gone_for_s
+        self._files, self._gone_for_s, self._left = list(folder.glob("*.pictures")), gone_for_s, [1, 5]
 
     def update(self, report: StepReport) -> None:
         super().update(report)
-        if report.step in (1, 5):
-            self._move(back=False)
-        if report.step == 1:
-            Timer(self._gone_for_s, self._move, kwargs={"back": True}).start()
+        if self._left and report.step >= self._left[0] and all(file.exists() for file in self._files):
+            self._left.pop(0)
+            for file in self._files:
+                file.rename(file.with_suffix(".away"))
+            if self._left:
+                Timer(self._gone_for_s, self._bring_back).start()
 
-    def _move(self, *, back: bool) -> None:
+    def _bring_back(self) -> None:
         for file in self._files:
-            away = file.with_suffix(".away")
-            (away if back else file).rename(file if back else away)
+            file.with_suffix(".away").rename(file)
 
 
 def test_storage_that_fails_for_a_while_stops_no_run_and_for_good_ends_it_with_its_state(

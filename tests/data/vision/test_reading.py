@@ -1,4 +1,4 @@
-"""What cannot be read is no broken image: it is tried again, and names its file. Only bytes that were read can break."""
+"""What cannot be read is no broken image: it is tried again and names its file. Only bytes that were read can break."""
 
 import shutil
 import time
