@@ -103,7 +103,9 @@ class DataConfig(SourceConfig):
     reader_actors: Count = Field(default=2, description="processes that tokenise a stream")
     max_seqlen: Count = 8192
     global_batch_sequences: Count = 32
-    long_sequences: Literal["cut", "split", "drop"] = "cut"
+    long_sequences: Literal["auto", "cut", "split", "drop"] = Field(
+        default="auto", description="what becomes of longer rows; auto: `drop` with images, else `cut`"
+    )
     max_bad_fraction: Fraction = 0.01
     max_unreadable_files: int = Field(default=0, ge=0, description="files that may be broken or out of reach")
     cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")

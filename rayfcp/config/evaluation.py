@@ -19,7 +19,7 @@ class EvalSetConfig(FilesConfig):
         default=None, description="data.loss_on if absent"
     )
     max_seqlen: Count | None = Field(default=None, description="data.max_seqlen if absent")
-    long_sequences: Literal["cut", "split", "drop"] | None = Field(
+    long_sequences: Literal["auto", "cut", "split", "drop"] | None = Field(
         default=None, description="data.long_sequences if absent"
     )
     max_bad_fraction: Fraction | None = Field(default=None, description="data.max_bad_fraction if absent")

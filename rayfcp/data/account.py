@@ -20,12 +20,14 @@ class ReadAccount:
         removed_tokens: Tokens that are in no sample, keyed by reason, e.g. padding.
         unreadable_files: Tasks that could not read a file to its end, keyed by its URL.
         without_end: Trained turns that do not end in an end token, keyed by chat template.
+        images_of_bad_rows: Images and videos of bad rows, keyed by the row's reason.
     """
 
     ignored_columns: dict[str, int] = field(default_factory=dict)
     removed_tokens: dict[str, int] = field(default_factory=dict)
     unreadable_files: dict[str, int] = field(default_factory=dict)
     without_end: dict[str, int] = field(default_factory=dict)
+    images_of_bad_rows: dict[str, int] = field(default_factory=dict)
 
     def count(self, name: str, key: str, *, by: int = 1) -> None:
         """Add `by` to the count of `key` in the attribute `name`."""

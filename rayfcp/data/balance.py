@@ -11,9 +11,11 @@ from rayfcp.data.rows import BadReason, BadRow, LongSequences
 from rayfcp.values.counted import counted
 
 TRAINED, NOT_TARGETS, CUT = "trained", "not targets", "cut"
-DROPPED, IMAGE_TOO_LONG, SINGLE_TOKENS = "dropped", "picture_too_long", "single_tokens"
+DROPPED, IMAGE_TOO_LONG, IMAGE_CUT, SINGLE_TOKENS = "dropped", "picture_too_long", "picture_cut", "single_tokens"
+USED = "used"
 """Keys of `Balance.tokens`, beside reasons of bad rows and of `ReadAccount.removed_tokens`. Those of the second line
-are also keys of `Balance.skipped`."""
+are also keys of `Balance.skipped`: of rows with images the cut may leave no target, IMAGE_TOO_LONG since one is longer
+than a sample. USED and CUT are keys of `Balance.images`."""
 
 MAX_IDLE_SHARE = 0.1
 """Fraction of sequences without targets above which a warning is given. Chat data loses the answers of a few per cent
@@ -40,6 +42,9 @@ class Balance:
         num_sequences: Samples that are drawn.
         skipped: Rows, and further samples, that are in no sequence, keyed by reason.
         tokens: Tokens, keyed by what became of them: TRAINED, NOT_TARGETS, CUT, or a reason.
+        images: Images and videos, keyed by what became of them: USED, CUT, or the reason for which their row is
+            skipped. Those of bad rows are counted as far as the row could be read.
+        num_without: Rows in sequences that lost images to the cut.
         idle: Sequences without targets, keyed by cause: "cut" if their row has targets beyond `max_seqlen`, or
             "labels".
     """
@@ -55,8 +60,10 @@ class Balance:
     num_used: int = 0
     num_long: int = 0
     num_sequences: int = 0
+    num_without: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
+    images: Mapping[str, int] = field(default_factory=dict)
     idle: Mapping[Literal["cut", "labels"], int] = field(default_factory=dict)
 
     @classmethod
@@ -67,7 +74,7 @@ class Balance:
         numbers = [name for name in names if name.startswith("num_")]
         files = [part.num_files for part in parts if part.num_files is not None]
         sums = {name: sum(getattr(part, name) or 0 for part in parts) for name in numbers}
-        counts = sums_of(parts, ["skipped", "tokens", "idle"])
+        counts = sums_of(parts, ["skipped", "tokens", "images", "idle"])
         return cls(**settings | sums | counts | {"num_files": sum(files) if files else None})
 
     @property
@@ -112,8 +119,17 @@ class Balance:
         return (
             f"{self._files}, {counted(self.num_rows, 'row')}{further}{skipped}, "
             f"{counted(self.num_sequences, 'sequence')}{idle}; {counted(self.num_tokens, 'token')} = "
-            f"{' + '.join(terms) or '0'}{self._remedy}"
+            f"{' + '.join(terms) or '0'}{self._of_images}{self._remedy}"
         )
+
+    @property
+    def _of_images(self) -> str:
+        if not self.images:
+            return ""
+        words = {USED: USED, CUT: f"cut from {counted(self.num_without, 'row')}"}
+        known = [(fate, self.images.get(fate, 0)) for fate in dict.fromkeys([*words, *self.images])]
+        terms = [f"{count:,} {words.get(fate, f'in rows skipped as {fate}')}" for fate, count in known if count]
+        return f"; {counted(sum(self.images.values()), 'image')} = {' + '.join(terms)}"
 
     @property
     def _files(self) -> str:
@@ -130,7 +146,8 @@ class Balance:
             NOT_TARGETS: NOT_TARGETS,
             CUT: f"cut by {limit} from {counted(self.num_long, 'row')}",
             DROPPED: f"dropped in rows longer than {limit}",
-            IMAGE_TOO_LONG: f"lost to images longer than {limit}",
+            IMAGE_TOO_LONG: f"in rows with an image longer than {limit}",
+            IMAGE_CUT: f"in rows with images without a target within {limit}",
             SINGLE_TOKENS: "single tokens at the end of split rows",
             BadReason.TOKEN_OUT_OF_RANGE: "in rows with token ids beyond the vocabulary",
             BadReason.EQUAL_ANSWERS: f"in pairs that are equal within {limit}",
@@ -141,7 +158,8 @@ class Balance:
     def _remedy(self) -> str:
         is_pairs = self.samples_per_row > 1
         if self.tokens.get(CUT):
-            return "; raise data.max_seqlen" + ("" if is_pairs else ", or use data.long_sequences: split")
+            can_split = not is_pairs and self.long_sequences != "split"
+            return "; raise data.max_seqlen" + (", or use data.long_sequences: split" if can_split else "")
         if self.tokens.get(DROPPED):
             return f"; use data.long_sequences: {'cut' if is_pairs else 'split or cut'}"
         return ""

@@ -1,9 +1,9 @@
 """All samples of a prepared folder by their lengths: what planning needs, and nothing of the tokens."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,12 @@ from rayfcp.data.account import by_reason
 from rayfcp.data.balance import (
     CUT,
     DROPPED,
+    IMAGE_CUT,
     IMAGE_TOO_LONG,
     NOT_TARGETS,
     SINGLE_TOKENS,
     TRAINED,
+    USED,
     Balance,
     skipped_lines,
 )
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from rayfcp.data.vision.layout import ImageIndex
 
 _Column = dict[str, npt.NDArray[np.int32]]
+_Masks = dict[str, npt.NDArray[np.bool_]]
 
 CountCall = Callable[[str, int], None]
 """Callback that gets a reason and the number of rows skipped for it."""
@@ -46,14 +49,15 @@ class LengthIndex:
 
     `lengths`, `num_targets`: int arrays `[samples]`. `balance`: account of all rows, including rows that `prepare`
     skipped. `named_bad_rows`: the first 100 of them. `fingerprint` is equal exactly when the samples and their tokens
-    are. No image is cut: a sample ends before one that goes beyond `max_seqlen`. `samples_per_draw`: samples that are
-    kept, or not, and drawn together: 2i and 2i+1 of pairs.
+    are. No image is cut: a sample ends before the marks that open one which goes beyond `max_seqlen`.
+    `long_sequences`: "cut" in place of "auto" without images. `samples_per_draw`: samples that are kept, or not, and
+    drawn together: 2i and 2i+1 of pairs.
     """
 
     def __init__(
         self, manifest: PreparedManifest, *, max_seqlen: int, long_sequences: LongSequences, vocab_size: int | None
     ) -> None:
-        self.manifest, self.max_seqlen, self.long_sequences = manifest, max_seqlen, long_sequences
+        self.manifest, self.max_seqlen = manifest, max_seqlen
         self.samples_per_draw = manifest.samples_per_row
         readers = [ShardReader(manifest, shard) for shard in range(len(manifest.shards))]
         with ThreadPoolExecutor(_READING_THREADS) as pool:
@@ -63,6 +67,8 @@ class LengthIndex:
             from rayfcp.data.vision import layout
 
             self._images = layout.ImageIndex(readers)
+        is_text = long_sequences == "auto" and not self.has_images
+        self.long_sequences: LongSequences = "cut" if is_text else long_sequences
         parts = [
             self._part(shard, readers[shard], column, limit=np.inf if vocab_size is None else vocab_size)
             for shard, column in enumerate(columns)
@@ -83,7 +89,7 @@ class LengthIndex:
         folder: str,
         *,
         max_seqlen: int,
-        long_sequences: LongSequences = "cut",
+        long_sequences: LongSequences = "auto",
         vocab_size: int | None = None,
         max_bad_fraction: float = 1.0,
     ) -> Self:
@@ -219,61 +225,72 @@ class LengthIndex:
 
     def _part(self, shard: int, reader: ShardReader, column: _Column, *, limit: float) -> "_Part":
         """Return the samples of a shard, and what becomes of its rows."""
-        lost = self._lost(reader, column, limit=limit)
-        rows = np.flatnonzero(~np.logical_or.reduce(list(lost.values())))
-        ranges, num_of_images = self._ranges(shard, rows, lengths=column["length"])
-        targets = _targets(reader, ranges, column)
+        cut = self._cut(shard, reader, column, lost=self._lost(shard, reader, column, limit=limit))
         return _Part(
-            ranges=ranges,
-            targets=targets,
-            balance=self._shard_balance(
-                column, lost=lost, rows=rows, ranges=ranges, targets=targets, num_of_images=num_of_images
-            ),
-            named=self._named(reader, column, lost=lost, limit=limit),
+            ranges=cut.ranges,
+            targets=cut.targets,
+            balance=self._shard_balance(column, cut),
+            named=self._named(reader, column, lost=cut.lost, limit=limit),
         )
 
-    def _lost(self, reader: ShardReader, column: _Column, *, limit: float) -> dict[str, npt.NDArray[np.bool_]]:
+    def _lost(self, shard: int, reader: ShardReader, column: _Column, *, limit: float) -> _Masks:
         """Return disjoint masks of the shard's rows that give no sample, keyed by reason."""
         lengths, wrong = column["length"], self._together(column["max_token_id"]) >= limit
         lost = {BadReason.TOKEN_OUT_OF_RANGE.value: wrong}
-        if self.long_sequences == "drop":
+        if self.long_sequences in ("drop", "auto"):
             lost[DROPPED] = ~wrong & (self._together(lengths) > self.max_seqlen)
         elif self.samples_per_draw > 1:
             lost[BadReason.EQUAL_ANSWERS.value] = ~wrong & _equal_when_cut(reader, lengths, max_seqlen=self.max_seqlen)
+        if self.long_sequences == "auto" and self._images is not None:
+            lost[DROPPED] &= self._images.counts(shard) > 0
         return lost
 
-    def _ranges(self, shard: int, rows: Integers, *, lengths: npt.NDArray[np.int32]) -> tuple[RowRanges, int]:
-        """Return the samples of rows of a shard, and the number of tokens lost to images that are too long."""
-        way, limit = self.long_sequences, self.max_seqlen
+    def _cut(self, shard: int, reader: ShardReader, column: _Column, *, lost: _Masks) -> "_Cut":
+        """Return the samples of the rows of a shard that are not `lost`. Pieces of rows with images are dropped unless
+        they have targets, as those before the first answer."""
+        lengths, limit, way = column["length"], self.max_seqlen, self.long_sequences
+        rows = np.flatnonzero(~np.logical_or.reduce(list(lost.values())))
         ranges = sample_ranges(rows, lengths=lengths[rows], max_seqlen=limit, long_sequences=way)
-        if self._images is None or way == "drop":
-            return ranges, 0
-        long_rows = rows[lengths[rows] > limit]
-        return self._images.around_images(
-            shard, ranges, long_rows=long_rows, lengths=lengths, max_seqlen=limit, split=way == "split"
+        if self._images is None:
+            return _Cut(lost=lost, rows=rows, ranges=ranges, targets=_targets(reader, ranges, column))
+        counts = self._images.counts(shard)
+        long_rows = rows[(lengths[rows] > limit) & (counts[rows] > 0)]
+        ranges = self._images.around_images(
+            shard, ranges, rows=long_rows, lengths=lengths, max_seqlen=limit, split=way == "split"
+        )
+        targets = _targets(reader, ranges, column)
+        kept = (targets > 0) | ~np.isin(ranges.rows, long_rows)
+        ranges = RowRanges(rows=ranges.rows[kept], starts=ranges.starts[kept], stops=ranges.stops[kept])
+        gone = np.setdiff1d(long_rows, ranges.rows)
+        too_long = gone[[self._images.longest(shard, row) > limit for row in gone.tolist()]]
+        for reason, of_reason in ((IMAGE_TOO_LONG, too_long), (IMAGE_CUT, np.setdiff1d(gone, too_long))):
+            lost = {**lost, reason: np.isin(np.arange(lengths.size), of_reason)}
+        used = self._images.num_within(shard, ranges, rows=long_rows)
+        return _Cut(
+            lost=lost,
+            rows=np.setdiff1d(rows, gone),
+            ranges=ranges,
+            targets=targets[kept],
+            long_rows=np.setdiff1d(long_rows, gone),
+            images=counts,
+            used_images=used,
         )
 
-    def _shard_balance(
-        self,
-        column: _Column,
-        *,
-        lost: Mapping[str, npt.NDArray[np.bool_]],
-        rows: Integers,
-        ranges: RowRanges,
-        targets: Integers,
-        num_of_images: int,
-    ) -> Balance:
-        """Return the account of a shard, where `rows` are those that are not `lost`."""
-        lengths, per_row = column["length"], self.samples_per_draw
-        used, trained = _count(np.diff(ranges.rows, prepend=-1)), int(targets.sum())
-        kept = int((ranges.stops - ranges.starts).sum())
-        skipped = {reason: _count(mask) // per_row for reason, mask in lost.items()}
-        skipped[SINGLE_TOKENS if self._images is None else IMAGE_TOO_LONG] = (rows.size - used) // per_row
-        tokens = {TRAINED: trained, NOT_TARGETS: kept - trained, IMAGE_TOO_LONG: num_of_images}
-        tokens |= {reason: int(lengths[mask].sum(dtype=np.int64)) for reason, mask in lost.items()}
-        rest = int(lengths[rows].sum(dtype=np.int64)) - kept - num_of_images
-        tokens[SINGLE_TOKENS if self.long_sequences == "split" else CUT] = rest
-        in_row = column["num_targets"][ranges.rows[targets == 0]]
+    def _shard_balance(self, column: _Column, cut: "_Cut") -> Balance:
+        """Return the account of a shard."""
+        lengths, per_row, rows, ranges = column["length"], self.samples_per_draw, cut.rows, cut.ranges
+        used, trained = _count(np.diff(ranges.rows, prepend=-1)), int(cut.targets.sum())
+        sizes = ranges.stops - ranges.starts
+        of_long = np.isin(ranges.rows, cut.long_rows)
+        num_cut = int(lengths[cut.long_rows].sum(dtype=np.int64) - sizes[of_long].sum())
+        rest = int(lengths[rows].sum(dtype=np.int64) - sizes.sum()) - num_cut
+        skipped = {reason: _count(mask) // per_row for reason, mask in cut.lost.items()}
+        skipped[SINGLE_TOKENS] = (rows.size - used) // per_row
+        tokens = {TRAINED: trained, NOT_TARGETS: int(sizes.sum()) - trained, CUT: num_cut}
+        tokens |= {reason: int(lengths[mask].sum(dtype=np.int64)) for reason, mask in cut.lost.items()}
+        fate = SINGLE_TOKENS if self.long_sequences == "split" else CUT
+        tokens[fate] = tokens.get(fate, 0) + rest
+        in_row = column["num_targets"][ranges.rows[cut.targets == 0]]
         return Balance(
             max_seqlen=self.max_seqlen,
             long_sequences=self.long_sequences,
@@ -284,11 +301,10 @@ class LengthIndex:
             skipped={reason: count for reason, count in skipped.items() if count},
             tokens={fate: count for fate, count in tokens.items() if count},
             idle={"cut": _count(in_row), "labels": _count(in_row == 0)},
+            **cut.image_counts,
         )
 
-    def _named(
-        self, reader: ShardReader, column: _Column, *, lost: Mapping[str, npt.NDArray[np.bool_]], limit: float
-    ) -> list[BadRow]:
+    def _named(self, reader: ShardReader, column: _Column, *, lost: _Masks, limit: float) -> list[BadRow]:
         """Return the first bad rows of a shard."""
         details = {
             BadReason.TOKEN_OUT_OF_RANGE: "{}, must be less than the vocabulary's " + f"{limit:g}",
@@ -300,6 +316,34 @@ class LengthIndex:
             for reason, detail in details.items()
             for row in np.flatnonzero(lost.get(reason, ()))[:: self.samples_per_draw][:MAX_NAMED_ROWS]
         ]
+
+
+def _no_rows() -> Integers:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Samples of a shard and their targets: `rows` gave some, `lost` ones none. Of data with images: `long_rows`, those
+    of `rows` that have images and are longer than a sample; `images` of each row, and `used_images` of `long_rows`."""
+
+    lost: _Masks
+    rows: Integers
+    ranges: RowRanges
+    targets: Integers
+    long_rows: Integers = field(default_factory=_no_rows)
+    images: Integers = field(default_factory=_no_rows)
+    used_images: Integers = field(default_factory=_no_rows)
+
+    @property
+    def image_counts(self) -> dict[str, Any]:
+        """Counts of images for the account."""
+        if not self.images.any():
+            return {}
+        without = self.images[self.long_rows] - self.used_images
+        counts = {USED: int(self.images[self.rows].sum() - without.sum()), CUT: int(without.sum())}
+        counts |= {reason: int(self.images[mask].sum()) for reason, mask in self.lost.items()}
+        return {"images": {fate: count for fate, count in counts.items() if count}, "num_without": _count(without)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,5 +401,6 @@ def read_balances(manifest: PreparedManifest, *, max_seqlen: int, long_sequences
             num_further=num_samples + num_bad - num_rows,
             skipped=manifest.bad_rows,
             tokens=manifest.account.removed_tokens,
+            images=manifest.account.images_of_bad_rows,
         )
     ]

@@ -296,6 +296,8 @@ def prepare_split(
                 max_token_id = max(max_token_id, row.max_token_id)
                 continue
             bad[row.reason.value] += row.num_rows
+            if row.num_images:
+                account.count("images_of_bad_rows", row.reason.value, by=row.num_images)
             if len(named) < MAX_NAMED_ROWS:
                 named.append(row)
     return SplitResult(

@@ -17,7 +17,7 @@ Integers = npt.NDArray[np.int64]
 TeacherRows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """The likeliest words by a teacher at each position, and their logits, `[tokens, words]`."""
 Lengths = npt.NDArray[np.integer]
-LongSequences = Literal["cut", "split", "drop"]
+LongSequences = Literal["auto", "cut", "split", "drop"]
 
 IGNORED = -100
 """Label, and target, of a position that does not enter the loss."""
@@ -74,7 +74,10 @@ _DETAIL_LENGTH = 240
 
 class BadRowError(Exception):
     """A row cannot be used. Carries reason and detail (a text, or the error that occurred, cut to one line) to the
-    caller that knows the row's file and number. `num_rows`: rows that are lost with it, itself included."""
+    caller that knows the row's file and number. `num_rows`: rows that are lost with it, itself included; `num_images`:
+    images and videos in it, as far as they were counted."""
+
+    num_images = 0
 
     def __init__(self, reason: BadReason, detail: str | Exception = "", *, num_rows: int = 1) -> None:
         super().__init__(reason, detail)
@@ -85,18 +88,21 @@ class BadRowError(Exception):
 
     def at(self, url: str, *, row: int) -> "BadRow":
         """Return the skipped row of the file at `url`."""
-        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail, num_rows=self.num_rows)
+        counts = {"num_rows": self.num_rows, "num_images": self.num_images}
+        return BadRow(shard=url, row=row, reason=self.reason, detail=self.detail, **counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A skipped row: number `row` (from 0) of the file `shard`, and the `num_rows - 1` rows after it."""
+    """A skipped row: number `row` (from 0) of the file `shard`, and the `num_rows - 1` rows after it; with `num_images`
+    images and videos."""
 
     shard: str
     row: int
     reason: BadReason
     detail: str = ""
     num_rows: int = 1
+    num_images: int = 0
 
     @property
     def place(self) -> str:
@@ -218,8 +224,8 @@ class RowRanges:
 
 
 def sample_ranges(rows: Integers, *, lengths: Lengths, max_seqlen: int, long_sequences: LongSequences) -> RowRanges:
-    """Samples of `rows`: rows of more than `max_seqlen` tokens are cut to it, split into consecutive samples, or
-    dropped. A last sample of a single token has no target and is left out, unless it is the whole row."""
+    """Samples of `rows`: rows of more than `max_seqlen` tokens are cut to it ("auto" too), split into consecutive
+    samples, or dropped. A last sample of a single token has no target and is left out, unless it is the whole row."""
     if long_sequences == "drop":
         kept = lengths <= max_seqlen
         rows, lengths = rows[kept], lengths[kept]

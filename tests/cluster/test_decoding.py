@@ -1,7 +1,9 @@
 """A tiny Qwen3-VL on real images, which decoders make ready; these are lost, and no image is another for it."""
 
 import json
+import re
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,17 @@ from rayfcp.cluster.planning.measured import analytic_cost
 from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import prepared_data
-from rayfcp.config import Config, load_config
+from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange
 from rayfcp.data.vision.processors import load_processor
 from rayfcp.plan import plan_batch
 from rayfcp.program import Programs, lower
 from rayfcp.program.instructions import wanted_images
-from rayfcp.values import ClusterSpec, GlobalBatch
+from rayfcp.telemetry.events import EventKind, read_events
+from rayfcp.telemetry.report import summary_of
+from rayfcp.telemetry.summary import format_summary
+from rayfcp.values import ClusterSpec, GlobalBatch, StepReport
 from tests.cluster.recovering import Trouble, kill, pids
 from tests.cluster.runs import steps_of
 from tests.data.vision.makers import ROOT, example
@@ -72,7 +77,59 @@ def test_the_example_trains(images: Path) -> None:
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
     (named,) = heard.said("a row with a broken image")
-    assert ".arrow row " in named
+    assert re.search(r"shard-.*\.arrow row \d+: picture_broken \(image file is truncated", named)
+    (event,) = [each for each in read_events(Path(config.run_dir, "events.jsonl")) if each.kind is EventKind.BROKEN]
+    assert event.reason in named and event.step <= STEPS
+    (counter,) = [each for each in json.loads(Path(config.run_dir, "counters.json").read_text()) if each["labels"]]
+    assert (counter["name"], counter["labels"], counter["value"]) == (
+        "sequences_skipped_total",
+        {"reason": "picture_broken"},
+        1.0,
+    )
+    summary = summary_of(config.run_dir)
+    assert summary is not None and "1 row with a broken image" in format_summary(summary, run_dir=config.run_dir)
+    assert "Broken images" in Path(config.run_dir, "report.html").read_text()
+
+
+class Storage(Trouble):
+    """Takes the image files away after a step, for a while, and after a later one for good."""
+
+    def __init__(self, folder: Path, *, gone_for_s: float) -> None:
+        super().__init__()
+        self._files, self._gone_for_s, self._left = list(folder.glob("*.pictures")), gone_for_s, [1, 5]
+
+    def update(self, report: StepReport) -> None:
+        super().update(report)
+        if self._left and report.step >= self._left[0] and all(file.exists() for file in self._files):
+            self._left.pop(0)
+            for file in self._files:
+                file.rename(file.with_suffix(".away"))
+            if self._left:
+                Timer(self._gone_for_s, self._bring_back).start()
+
+    def _bring_back(self) -> None:
+        for file in self._files:
+            file.with_suffix(".away").rename(file)
+
+
+def test_storage_that_fails_for_a_while_stops_no_run_and_for_good_ends_it_with_its_state(
+    images: Path, tmp_path: Path
+) -> None:
+    """Whether its images are broken is another matter: none is, and no loss is that of no target."""
+    rows = [row for row in (images / "rows" / "rows.jsonl").read_text().splitlines() if "images" in json.loads(row)]
+    (images / "rows" / "good.jsonl").write_text("\n".join(rows[1:]))
+    keys = {"data.paths": images / "rows" / "good.jsonl", "train.steps": 60, "data.decoder_actors": 0}
+    config = config_of(images, "lost", **keys, **{"data.cache_dir": tmp_path, "elastic.snapshot_every_steps": 1})
+    heard = Storage(Path(prepared_data(config, log=lambda _: None)), gone_for_s=1.5)
+    with pytest.raises(ConfigError, match=r"pictures cannot be read after 4 tries: FileNotFoundError: .* is saved in "):
+        FlexTrainer(config).fit(watcher=heard)
+    reports = steps_of(config)
+    assert 5 <= len(reports) < 60
+    assert all(report.num_targets and report.loss and np.isfinite(report.loss) for report in reports)
+    (saved,) = Path(config.run_dir, "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) >= 5
+    counted = (Path(config.run_dir) / "counters.json").read_text()
+    assert "picture_broken" not in counted
 
 
 def programs_of(config: Config, *, data_dir: str) -> tuple[GlobalBatch, Programs]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rayfcp.data.rows import BadReason, BadRowError, RowRanges
+from rayfcp.data.rows import IGNORED, BadReason, BadRowError, RowRanges
 from rayfcp.data.shards import ShardReader
 from rayfcp.values import Images
 
@@ -20,8 +20,9 @@ RUN_FIELDS = ("start", "num_tokens", "num_patches", "count", "stride")
 
 
 class MediaItem(NamedTuple):
-    """An image or a video of a row: `units` encoder images of `height` x `width` patches each, whose tokens lie in
-    `[start, stop)`. Its bytes are the next `parts` of the row: the image's, or those of its frames."""
+    """An image or a video of a row: `units` encoder images of `height` x `width` patches each, whose tokens, and the
+    marks that open and close it, lie in `[start, stop)`. Its bytes are the next `parts` of the row: the image's, or
+    those of its frames."""
 
     is_video: int
     units: int
@@ -105,18 +106,23 @@ def items_of(numbers: Integers) -> list[MediaItem]:
     return [MediaItem(*map(int, item)) for item in numbers.reshape(-1, len(MediaItem._fields))]
 
 
-def clear_pieces(length: int, spans: Sequence[Range], *, max_seqlen: int, split: bool) -> tuple[list[Range], int]:
+def clear_pieces(
+    length: int, spans: Sequence[Range], *, max_seqlen: int, split: bool, whole: bool = False
+) -> list[Range]:
     """First piece of a row of at most `max_seqlen` tokens, or (`split`) consecutive ones, each as long as possible,
-    that cut none of `spans`, ascending and disjoint; and how many tokens they cover. Pieces of one token are left out.
+    that cut none of `spans`, ascending and disjoint. They end before a span that is longer than `max_seqlen`, and, if
+    `whole`, where a piece would lack a span before it. Pieces of one token are left out.
 
     >>> clear_pieces(20, [(6, 9), (14, 16)], max_seqlen=8, split=True)
-    ([(0, 6), (6, 14), (14, 20)], 20)
+    [(0, 6), (6, 14), (14, 20)]
+    >>> clear_pieces(20, [(6, 9), (14, 16)], max_seqlen=8, split=True, whole=True)
+    [(0, 6), (6, 14)]
     >>> clear_pieces(20, [(6, 15)], max_seqlen=8, split=True), clear_pieces(20, [(0, 9)], max_seqlen=8, split=False)
-    (([(0, 6)], 6), ([], 0))
+    ([(0, 6)], [])
     """
     pieces: list[Range] = []
     start = 0
-    while start < length and (split or not start):
+    while start < length and (split or not start) and not (whole and spans and spans[0][0] < start):
         stop = min(start + max_seqlen, length)
         stop = next((first for first, last in spans if first < stop < last), stop)
         if stop <= start:
@@ -124,14 +130,14 @@ def clear_pieces(length: int, spans: Sequence[Range], *, max_seqlen: int, split:
         if stop - start > 1:
             pieces.append((start, stop))
         start = stop
-    return pieces, start
+    return pieces
 
 
 class ImageIndex:
     """Images of all rows of prepared shards, without their pixels."""
 
     def __init__(self, readers: Sequence[ShardReader]) -> None:
-        self._items, self._runs = [], []
+        self._readers, self._items, self._runs = readers, [], []
         for reader in readers:
             batches = reader.record_batches(("items", "runs"))
             self._items.append(pa.concat_arrays([batch.column("items") for batch in batches]))
@@ -141,30 +147,55 @@ class ImageIndex:
     def has_any(self) -> bool:
         return any(len(runs.values) for runs in self._runs)
 
+    def counts(self, shard: int) -> Integers:
+        """Images and videos of each row of a shard, `[rows]`."""
+        counts: Integers = self._items[shard].value_lengths().to_numpy().astype(np.int64) // len(MediaItem._fields)
+        return counts
+
     def images(self, shard: int, row: int, *, start: int, stop: int) -> tuple[Images, ...]:
         """Runs within tokens `[start, stop)` of the row, counted from `start`."""
         runs = self._runs[shard][row].values.to_numpy().reshape(-1, len(RUN_FIELDS))
         own = runs[(start <= runs[:, 0]) & (runs[:, 0] < stop)] - np.array([start, 0, 0, 0, 0])
         return tuple(Images(**dict(zip(RUN_FIELDS, run, strict=True))) for run in own.tolist())
 
+    def longest(self, shard: int, row: int) -> int:
+        """Tokens of the longest image or video of a row, with its marks."""
+        return max(stop - start for start, stop in self._spans(shard, row))
+
+    def num_within(self, shard: int, ranges: RowRanges, *, rows: Integers) -> Integers:
+        """Images and videos within `ranges`, for each of `rows` that has any of them, `[rows]`."""
+        found = []
+        for row in rows[np.isin(rows, ranges.rows)].tolist():
+            own = ranges.rows == row
+            first, last = ranges.starts[own], ranges.stops[own]
+            found.append(
+                sum(bool(((first <= start) & (stop <= last)).any()) for start, stop in self._spans(shard, row))
+            )
+        return np.array(found, dtype=np.int64)
+
+    def _spans(self, shard: int, row: int) -> list[Range]:
+        return [(item.start, item.stop) for item in items_of(self._items[shard][row].values.to_numpy())]
+
     def around_images(
-        self, shard: int, ranges: RowRanges, *, long_rows: Integers, lengths: Any, max_seqlen: int, split: bool
-    ) -> tuple[RowRanges, int]:
-        """Return `ranges`, recomputed for those of `long_rows` that have images so that no image or video is cut, and
-        the number of tokens lost because an item is longer than a sample may be: the item and the rest of its row, or
-        the whole row if nothing of it is left. `lengths`: tokens by row."""
+        self, shard: int, ranges: RowRanges, *, rows: Integers, lengths: Any, max_seqlen: int, split: bool
+    ) -> RowRanges:
+        """Return `ranges`, recomputed for `rows`, long ones with images, so that no image is cut, and none of a
+        conversation is missing before a token that is trained. `lengths`: tokens by row."""
         found: list[tuple[int, int, int]] = []
-        again, num_lost = [], 0
-        for row in long_rows.tolist():
-            spans = [(item.start, item.stop) for item in items_of(self._items[shard][row].values.to_numpy())]
-            if spans:
-                length = int(lengths[row])
-                pieces, covered = clear_pieces(length, spans, max_seqlen=max_seqlen, split=split)
-                found += [(row, *piece) for piece in pieces]
-                again.append(row)
-                num_lost += length - covered if split else 0 if pieces else length
-        kept = ~np.isin(ranges.rows, again)
+        for row in rows.tolist():
+            spans = self._spans(shard, row)
+            whole = split and not self._trains_all_text(shard, row, spans)
+            pieces = clear_pieces(int(lengths[row]), spans, max_seqlen=max_seqlen, split=split, whole=whole)
+            found += [(row, *piece) for piece in pieces]
+        kept = ~np.isin(ranges.rows, rows)
         old = np.stack([ranges.rows[kept], ranges.starts[kept], ranges.stops[kept]], axis=1)
         both = np.concatenate([old, np.array(found, dtype=np.int64).reshape(-1, 3)])
         rows, starts, stops = both[np.lexsort((both[:, 1], both[:, 0]))].T
-        return RowRanges(rows=rows, starts=starts, stops=stops), num_lost
+        return RowRanges(rows=rows, starts=starts, stops=stops)
+
+    def _trains_all_text(self, shard: int, row: int, spans: Sequence[Range]) -> bool:
+        """True for a document, all of whose text enters the loss; conversations have tokens that do not."""
+        is_text = self._readers[shard].labels(row) != IGNORED
+        for start, stop in spans:
+            is_text[start:stop] = True
+        return bool(is_text[1:].all())

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+_MARK_CHARACTERS = 64
+"""Length of text in which the marks before or after an image are looked for: `<|vision_start|><1234.5 seconds>` and the
+like are shorter."""
+
 PixelArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
 """Height and width, in pixels."""
@@ -66,6 +70,8 @@ class Qwen3VL:
         self._video_rule = importlib.import_module(type(self._videos).__module__).smart_resize
         self.marks = frozenset((processor.image_token_id, processor.video_token_id))
         self.patch_values = 3 * self._images.temporal_patch_size * self._images.patch_size**2
+        start, end = map(re.escape, (processor.vision_start_token, processor.vision_end_token))
+        self.opening, self.closing = rf"((?:{start})?<[\d.]+ seconds>)?{start}", rf"(?:{end}){{1,2}}"
         self.image_marker = processor.vision_start_token + processor.image_token + processor.vision_end_token
         self.video_marker = processor.vision_start_token + processor.video_token + processor.vision_end_token
 
@@ -163,6 +169,8 @@ class InternVL:
         self.patch_values = 3 * self._patch_size**2
         self._settings = dict(processor.images_kwargs)
         self.marks = frozenset((processor.image_token_id,))
+        start, end = map(re.escape, (processor.start_image_token, processor.end_image_token))
+        self.opening, self.closing = rf"(?:Frame\d+: )?{start}", end
         self.image_marker, self.video_marker = processor.image_token, processor.video_token
 
     def image_grid(self, size: Size) -> MediaGrid:
@@ -196,7 +204,8 @@ class InternVL:
 ProcessorFamily = Qwen3VL | InternVL
 """Rules of one family. `processor`: the library's; `marks`: ids of tokens that stand for images; `patch_values`:
 numbers per patch; `has_grid_positions`: tokens have three positions each, by the library's `get_rope_index`;
-`units_apart`: every unit has other tokens around it; `image_marker`, `video_marker`: placeholders of an image or a
+`units_apart`: every unit has other tokens around it; `opening`, `closing`: patterns of the text that the library puts
+around the tokens of an image or a video; `image_marker`, `video_marker`: placeholders of an image or a
 video in a text that was not made by a chat template."""
 
 
@@ -252,10 +261,20 @@ class ImageTokenizer(HuggingFaceTokenizer):
         for grid, own in zip(ordered, starts, strict=True):
             stop = int(own[-1]) + grid.unit_tokens
             shape = (grid.units, grid.height, grid.width)
-            items.append(MediaItem(int(grid.is_video), *shape, int(own[0]), stop, grid.parts))
+            span = self._with_marks(expanded.text, tokens, int(own[0]), stop)
+            items.append(MediaItem(int(grid.is_video), *shape, *span, grid.parts))
             runs += runs_of(own, num_tokens=grid.unit_tokens, num_patches=grid.height * grid.width)
         first, ends = _before(tokens, markers=expanded.markers, length=len(text))
         return ImageTokens(ids=tokens.ids, starts=first, stops=ends, items=tuple(items), runs=tuple(runs))
+
+    def _with_marks(self, text: str, tokens: SpannedTokens, start: int, stop: int) -> tuple[int, int]:
+        """Extend tokens `[start, stop)` of an image or a video in `text` by the marks that open and close it."""
+        first, last = int(tokens.starts[start]), int(tokens.stops[stop - 1])
+        if opening := re.search(rf"(?:{self.family.opening})\Z", text[max(first - _MARK_CHARACTERS, 0) : first]):
+            start = int(np.searchsorted(tokens.stops, first - len(opening.group()), side="right"))
+        if closing := re.match(self.family.closing, text[last : last + _MARK_CHARACTERS]):
+            stop = int(np.searchsorted(tokens.starts, last + len(closing.group())))
+        return start, stop
 
     def _ordered(self, text: str, grids: Sequence[MediaGrid]) -> list[MediaGrid]:
         """`grids` in the order of their markers in the text."""

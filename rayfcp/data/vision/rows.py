@@ -46,6 +46,13 @@ class RowEncoder(ChatEncoder):
         Raises:
             BadRowError: Anything in it cannot be used, or marks and pictures do not match.
         """
+        try:
+            return self._samples(media, url)
+        except BadRowError as error:
+            error.num_images = _num_pictures(media)
+            raise
+
+    def _samples(self, media: Mapping[str, Any], url: str) -> list[TokenRow]:
         chat = None
         names = ("text",) if media.get("text") is not None else ("prompt", "completion")
         contents: list[Content] = [media[name] for name in names if isinstance(media.get(name), str | bytes)]
@@ -198,3 +205,11 @@ def _reference(mark: Message, left: Any) -> Any:
         detail = f"index {mark['index']} in a part of type {mark['type']}, which stands for number {number}"
         raise BadRowError(BadReason.MARKERS_MISMATCH, f"{detail}; name pictures in the order of their marks")
     return reference
+
+
+def _num_pictures(media: Mapping[str, Any]) -> int:
+    """Images and videos in the columns of a row; 0 if they cannot be listed."""
+    try:
+        return len(listed(media.get("images"), name="images")) + len(videos_of(media.get("videos")))
+    except BadRowError:
+        return 0

@@ -17,7 +17,6 @@ from rayfcp.config.data import DataConfig
 from rayfcp.data import LengthIndex, PreparedManifest, Sampler, TokenReader, cached_prepare, prepare_local, sources
 from rayfcp.data.rows import IGNORED, BadReason
 from rayfcp.data.vision.decoding import ImageDecoder, RotaryPositions, read_part, sample_items
-from rayfcp.data.vision.layout import clear_pieces
 from rayfcp.data.vision.processors import ImageTokenizer
 from rayfcp.values import GlobalBatch, Sample
 from tests.data.makers import data_config, few_examples, stored_rows, write_rows, write_tar
@@ -193,50 +192,30 @@ def by_hand(reader: TokenReader, sample: Sample) -> np.ndarray:
     return np.array(columns).T
 
 
-RANGES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=5)
-
-
-@few_examples
-@given(gaps=RANGES, tail=st.integers(0, 6), max_seqlen=st.integers(2, 12), split=st.booleans())
-def test_pieces_cut_no_image(gaps: list[tuple[int, int]], tail: int, max_seqlen: int, split: bool) -> None:
-    spans, at = [], 0
-    for gap, size in gaps:
-        spans.append((at + gap, at + gap + size))
-        at += gap + size
-    length = max(at + tail, 1)
-    pieces, reached = clear_pieces(length, spans, max_seqlen=max_seqlen, split=split)
-    inside = {token for first, last in spans for token in range(first + 1, last)}
-    behind = 0
-    for start, stop in pieces:
-        assert behind <= start <= behind + 1
-        assert 2 <= stop - start <= max_seqlen
-        assert not {start, stop} & inside
-        # One image more, or one token more, would have been too many.
-        longer = min((end for end in range(stop + 1, length + 1) if end not in inside), default=None)
-        assert longer is None or longer - start > max_seqlen
-        behind = stop
-    if reached < length and split:
-        assert any(last - first > max_seqlen for first, last in spans if first == reached)
-
-
 def test_long_rows_end_before_an_image(tmp_path: Path, qwen: ImageTokenizer) -> None:
     rows = {"text": ["abcdef<image>ghi", "<image>"], "images": [[WIDE], [PNG]]}
     made = prepared(tmp_path, qwen, rows)
     reader, (first, second) = opened(made)
     run = first.images[0]
-    for limit in range(run.start + 1, run.stop):
+    for limit in range(run.start, run.stop + 1):
         index = LengthIndex.open(made.folder, max_seqlen=limit, long_sequences="cut")
-        assert index.sample(0).num_tokens == run.start
-        assert index.sample(0).images == ()
-        if limit < second.images[0].stop:
-            assert index.balance.skipped["picture_too_long"] == 1  # only one token stands before its image
-            assert len(index) == 1
+        assert (index.sample(0).num_tokens, index.sample(0).images) == (run.start - 1, ()), "its mark is gone, too"
+        lost = {"used": 1, "cut": 1} if second.num_tokens <= limit else {"cut": 1, "picture_too_long": 1}
+        assert index.balance.images == lost
     split = LengthIndex.open(made.folder, max_seqlen=first.num_tokens - 1, long_sequences="split")
     assert sum(len(sample.images) for sample in split.samples(range(len(split)))) == 2
     for sample in split.samples(range(len(split))):
         tokens, targets = reader.read(sample, start=0, stop=sample.num_tokens)
         assert marked(qwen, tokens) == [place for run in sample.images for place in range(run.start, run.stop)]
         assert sample.num_targets == int(np.count_nonzero(targets != IGNORED))
+
+
+def test_images_of_bad_rows_are_in_the_account(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    rows = {"text": ["<image>a", "<image><image>", "<image>"], "images": [["a.png"], ["a.png", "none.png"], ["a.png"]]}
+    made = prepared(tmp_path, qwen, rows, kind="jsonl")
+    index = LengthIndex.open(made.folder, max_seqlen=100)
+    assert index.balance.images == {"used": 2, "picture_missing": 2}
+    assert "; 4 images = 2 used + 2 in rows skipped as picture_missing" in str(index.balance)
 
 
 def test_a_prepared_folder_is_of_one_processor(tmp_path: Path, qwen: ImageTokenizer, intern: ImageTokenizer) -> None:
