@@ -44,7 +44,7 @@ from rayfcp.data.tokenizer import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
-READ_RULES = 1
+READ_RULES = 2
 """Version of the rules that make rows of files and tokens of rows. Raise it when they change for any input, so that
 caches of other rules are not used."""
 
