@@ -118,7 +118,7 @@ class RowColumns:
         if self.media:
             forms += [RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), BESIDE) for name in MEDIA_COLUMNS]
         if has_messages and self.chat:
-            forms.append(RowForm("chat", (self.text,), BESIDE))
+            forms.append(RowForm("chat", (self.text,), CHAT_FORMS[0][1]))
         else:
             forms.append(RowForm("text", (self.text,), refuses=_BESIDE_TEXT))
         if self.chat:
