@@ -588,14 +588,3 @@ def test_samples_without_targets_are_told(folder_of: Callable[..., str], tmp_pat
 def test_keys_that_a_processor_excludes() -> None:
     with pytest.raises(ValueError, match="loss_on is 'last_assistant', must be absent beside processor"):
         DataConfig(paths="a", processor="p", loss_on="last_assistant")
-
-
-def test_good_answers_of_unpaired_preferences_are_trained(tmp_path: Path) -> None:
-    """Labels that are neither true nor false say something else."""
-    rows = [{"prompt": "one", "completion": " two", "label": label} for label in (True, False, 0, "bad", None)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = prepare_local(data_config(tmp_path, tokenizer="bytes"), out_dir=str(tmp_path / ".out"))
-    assert (made.num_rows, made.bad_rows, made.account.ignored_columns) == (4, {"unused_column": 1}, {"label": 2})
-    assert [(row.row, row.detail) for row in made.named_bad_rows] == [
-        (1, "label is false: leave rows with bad answers out")
-    ]
