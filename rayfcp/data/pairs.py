@@ -168,7 +168,7 @@ def _with_repeated(prompt: list[Any], shared: list[Any], *, is_text: bool) -> li
         is_repeated = rest == found[len(others) :][: len(rest)] and (not others or own in ([], others))
         first = [] if others else prompt[: len(own)]
     if not shared or not is_repeated:
-        raise _mismatch("have another one than" if not shared else "do not repeat the whole of")
+        raise _mismatch("do not repeat the whole of")
     return [*first, *shared]
 
 

@@ -39,6 +39,7 @@ ROWS = {
     ),
     "pairs": st.one_of(
         st.fixed_dictionaries({"prompt": texts, "chosen": texts, "rejected": texts}),
+        st.fixed_dictionaries({name: texts.map(lambda text: "ab " + text[1:]) for name in ("chosen", "rejected")}),
         st.just({"prompt": "a", "chosen": "b"}),
     ),
 }
