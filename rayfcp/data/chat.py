@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data.account import ReadAccount
-from rayfcp.data.messages import BESIDE, VERDICTS, Chat, Message, read_chat, with_calls_as_text
+from rayfcp.data.messages import BESIDE, Chat, Message, read_chat, with_calls_as_text
 from rayfcp.data.rendered import RenderedCheck, Sample
 from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, make_row, printable
 from rayfcp.data.tokenizer import SpannedTokens, Tokenizer, tokenizer_of
@@ -60,11 +60,6 @@ class ChatEncoder:
         Raises:
             BadRowError: Anything in it cannot be used, or no token would enter the loss.
         """
-        for name in (name for name in VERDICTS if record.get(name) is not None):
-            if record[name] is False:
-                raise BadRowError(BadReason.UNUSED_COLUMN, f"{name} is false: leave rows with bad answers out")
-            if record[name] is not True:
-                self._account.count("ignored_columns", name)
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
             check_texts_alone(record, what="a prompt and a completion of text")
             samples = [self._completion(record["prompt"], record["completion"])]

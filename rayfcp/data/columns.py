@@ -15,6 +15,8 @@ TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 
 _BESIDE_TEXT = ("tools", "system")
 _PICTURES = ("images", "videos")
+_VERDICTS = ("label", "kto_tag")
+"""Columns that say of an answer, by true or false, whether it is good (KTO). A bad one must not be trained."""
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _NAMED_COLUMNS = 8
@@ -63,7 +65,7 @@ class RowColumns:
         forms = self._forms(has_messages=False)
         if not any(set(form.needs) <= set(names) for form in forms):
             raise self.missing(names)
-        known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES])
+        known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES, *_VERDICTS])
         return [name for name in known if name in names]
 
     def row(self, record: Record) -> RawRow:
@@ -89,6 +91,8 @@ class RowColumns:
             text = checked_text(values.get(self.text), name=self.text)
             return RawRow(row=record.row, text=text, ignored=ignored)
         used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
+        if form.kind == "chat" and (verdict := next((name for name in _VERDICTS if values.get(name) is False), None)):
+            raise BadRowError(BadReason.UNUSED_COLUMN, f"{verdict} is false: leave rows with bad answers out")
         if form.kind == "chat" and form.needs == (self.text,):
             used["messages"] = used.pop(self.text)
         if form.kind == "media":
@@ -118,7 +122,7 @@ class RowColumns:
         if self.media:
             forms += [RowForm("media", (name,), (*MEDIA_COLUMNS, self.text), BESIDE) for name in MEDIA_COLUMNS]
         if has_messages and self.chat:
-            forms.append(RowForm("chat", (self.text,), CHAT_FORMS[0][1]))
+            forms.append(RowForm("chat", (self.text,), BESIDE))
         else:
             forms.append(RowForm("text", (self.text,), refuses=_BESIDE_TEXT))
         if self.chat:

@@ -12,15 +12,13 @@ Message = dict[str, Any]
 
 BESIDE = ("tools", "functions", "system")
 """Columns that are read beside every form of conversation; `functions` is OpenAI's old name of tools."""
-VERDICTS = ("label", "kto_tag")
-"""Columns that say, by true or false, whether an answer is good: rows of KTO."""
 Forms = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 """Required columns of each form, with the optional ones that it reads. A row is read in the first form that it fits."""
 CHAT_FORMS: Forms = (
-    (("messages",), (*BESIDE, *VERDICTS)),
-    (("conversations",), (*BESIDE, *VERDICTS)),
-    (("prompt", "completion"), (*BESIDE, *VERDICTS)),
-    (("instruction", "output"), ("input", "history", *BESIDE, *VERDICTS)),
+    (("messages",), BESIDE),
+    (("conversations",), BESIDE),
+    (("prompt", "completion"), BESIDE),
+    (("instruction", "output"), ("input", "history", *BESIDE)),
 )
 """Columns that make a row a conversation."""
 

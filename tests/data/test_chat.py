@@ -364,8 +364,6 @@ BAD: list[tuple[dict[str, Any], BadReason]] = [
     ({"prompt": [USER], "completion": "two"}, BadReason.BAD_MESSAGES),
     ({"prompt": "one", "completion": " two", "system": "be"}, BadReason.UNUSED_COLUMN),
     ({"prompt": "one", "completion": " two", "tools": [TOOL]}, BadReason.UNUSED_COLUMN),
-    ({"prompt": "one", "completion": " two", "label": False}, BadReason.UNUSED_COLUMN),
-    ({"instruction": "one", "output": "two", "kto_tag": False}, BadReason.UNUSED_COLUMN),
     ({"messages": [USER, {**ANSWER, "content": "", "id": "x", "timestamp": "2024"}]}, BadReason.BAD_MESSAGES),
     ({"messages": [USER, {**ANSWER, "content": "", "tool_calls": []}]}, BadReason.BAD_MESSAGES),
     ({"messages": [USER, {**ANSWER, "content": " \n", "name": "x"}]}, BadReason.BAD_MESSAGES),

@@ -2,11 +2,8 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
-from rayfcp.data import prepare_local
 from tests.data.chat_templates import read
-from tests.data.makers import data_config
 from tests.data.test_chat import ANSWER, SHAREGPT, TALK, USER, encoder, folder_of, learned, text_of  # noqa: F401  a fixture
 
 
@@ -45,14 +42,3 @@ def test_lists_may_be_json_text(folder_of: Callable[..., str]) -> None:  # noqa:
     for name, value in (("messages", TALK), ("conversations", SHAREGPT)):
         (row,), (same,) = encode({name: value}), encode({name: json.dumps(value)})
         assert row.tokens.tolist() == same.tokens.tolist()
-
-
-def test_good_answers_of_unpaired_preferences_are_trained(tmp_path: Path) -> None:
-    """Labels that are neither true nor false say something else."""
-    rows = [{"prompt": "one", "completion": " two", "label": label} for label in (True, False, 0, "bad", None)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = prepare_local(data_config(tmp_path, tokenizer="bytes"), out_dir=str(tmp_path / ".out"))
-    assert (made.num_rows, made.bad_rows, made.account.ignored_columns) == (4, {"unused_column": 1}, {"label": 2})
-    assert [(row.row, row.detail) for row in made.named_bad_rows] == [
-        (1, "label is false: leave rows with bad answers out")
-    ]
