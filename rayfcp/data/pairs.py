@@ -61,7 +61,7 @@ class PairEncoder(ChatEncoder):
             told, (chosen, rejected) = self._texts(prompt, texts)
         else:
             before, *after = _conversations(prompt, answers)
-            told = "\n".join(message["content"] for message in _compared(before))
+            told = "\n".join(str(message["content"]) for message in _compared(before))
             chosen, rejected = (self._turns(record, before, answer) for answer in after)
         self._check_told(record, told, others=_LIKE_PROMPTS[len(_INSTRUCTED) * is_instructed :])
         if np.array_equal(chosen.tokens, rejected.tokens):
