@@ -150,6 +150,7 @@ class Balance:
             IMAGE_CUT: f"in rows with images without a target within {limit}",
             SINGLE_TOKENS: "single tokens at the end of split rows",
             BadReason.TOKEN_OUT_OF_RANGE: "in rows with token ids beyond the vocabulary",
+            BadReason.NO_TARGETS: f"in pairs with an answer beyond {limit}",
             BadReason.EQUAL_ANSWERS: f"in pairs that are equal within {limit}",
         }
         return known.get(fate, f"{fate} removed")

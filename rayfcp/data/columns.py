@@ -17,6 +17,8 @@ _BESIDE_TEXT = ("tools", "system")
 _SINGLE = ("image", "video")
 _PICTURES = ("images", "videos", *_SINGLE)
 """Columns that are read beside every form but tokens if there is a `MediaEncoder`; `image` and `video` hold one."""
+_VERDICTS = ("label", "kto_tag")
+"""Columns that say of an answer, by true or false, whether it is good (KTO). A bad one must not be trained."""
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _FILE_NAMES = re.compile(r"(.+_)?file_names?")
@@ -69,7 +71,7 @@ class RowColumns:
         forms = self._forms(has_messages=False)
         if not any(set(form.needs) <= set(names) for form in forms):
             raise self.missing(names)
-        known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES])
+        known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES, *_VERDICTS])
         known.update(dict.fromkeys(name for name in names if self.is_metadata and _FILE_NAMES.fullmatch(name)))
         return [name for name in known if name in names]
 
@@ -101,6 +103,8 @@ class RowColumns:
             if not pictures and not (self.media and PICTURE_MARK.search(text)):
                 return RawRow(row=record.row, text=text, ignored=ignored)
             used = {"text": text, **pictures}
+        if form.kind == "chat" and (verdict := next((name for name in _VERDICTS if values.get(name) is False), None)):
+            raise BadRowError(BadReason.UNUSED_COLUMN, f"{verdict} is false: leave rows with bad answers out")
         if form.kind == "chat" and form.needs == (self.text,):
             used["messages"] = used.pop(self.text)
         used.update({f"{name}s": _several(used.pop(name), name) for name in _SINGLE if name in used})

@@ -214,7 +214,7 @@ class LengthIndex:
         size = self.samples_per_draw
         return tuple(self.sample(size * draw + number) for draw in draws for number in range(size))
 
-    def _together(self, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _together(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The largest of the values of those rows that are drawn together, for each of them."""
         size = self.samples_per_draw
         return values if size == 1 else np.repeat(values.reshape(-1, size).max(axis=1), size)
@@ -240,7 +240,10 @@ class LengthIndex:
         if self.long_sequences in ("drop", "auto"):
             lost[DROPPED] = ~wrong & (self._together(lengths) > self.max_seqlen)
         elif self.samples_per_draw > 1:
-            lost[BadReason.EQUAL_ANSWERS.value] = ~wrong & _equal_when_cut(reader, lengths, max_seqlen=self.max_seqlen)
+            cut_off = self._together(_cut_off(reader, lengths, max_seqlen=self.max_seqlen))
+            equal = _equal_when_cut(reader, lengths, max_seqlen=self.max_seqlen)
+            lost[BadReason.NO_TARGETS.value] = ~wrong & cut_off
+            lost[BadReason.EQUAL_ANSWERS.value] = ~wrong & ~cut_off & equal
         if self.long_sequences == "auto" and self._images is not None:
             lost[DROPPED] &= self._images.counts(shard) > 0
         return lost
@@ -308,6 +311,7 @@ class LengthIndex:
         """Return the first bad rows of a shard."""
         details = {
             BadReason.TOKEN_OUT_OF_RANGE: "{}, must be less than the vocabulary's " + f"{limit:g}",
+            BadReason.NO_TARGETS: f"an answer lies beyond data.max_seqlen={self.max_seqlen}",
             BadReason.EQUAL_ANSWERS: f"chosen and rejected are the same within data.max_seqlen={self.max_seqlen}",
         }
         largest = self._together(column["max_token_id"])
@@ -358,6 +362,14 @@ class _Part:
 
 def _count(mask: npt.NDArray[Any]) -> int:
     return int(np.count_nonzero(mask))
+
+
+def _cut_off(shard: ShardReader, lengths: npt.NDArray[np.int32], *, max_seqlen: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of the rows that have targets beyond `max_seqlen` alone. Rows of pairs have some."""
+    found: npt.NDArray[np.bool_] = lengths > max_seqlen
+    for row in np.flatnonzero(found).tolist():
+        found[row] = np.all(shard.labels(row)[1:max_seqlen] == IGNORED)
+    return found
 
 
 def _equal_when_cut(shard: ShardReader, lengths: npt.NDArray[np.int32], *, max_seqlen: int) -> npt.NDArray[np.bool_]:

@@ -39,6 +39,7 @@ ROWS = {
     ),
     "pairs": st.one_of(
         st.fixed_dictionaries({"prompt": texts, "chosen": texts, "rejected": texts}),
+        st.fixed_dictionaries({name: texts.map(lambda text: "ab " + text[1:]) for name in ("chosen", "rejected")}),
         st.just({"prompt": "a", "chosen": "b"}),
     ),
 }
@@ -71,6 +72,8 @@ def count(samples: list[tuple[list[int], list[int]]], *, max_seqlen: int, mode: 
         return Counter({"token_out_of_range": whole})
     if mode == "drop" and any(len(tokens) > max_seqlen for tokens, _ in samples):
         return Counter({DROPPED: whole})
+    if len(samples) == 2 and not all(any(label >= 0 for label in labels[1:max_seqlen]) for _, labels in samples):
+        return Counter({"no_targets": whole})
     if len(samples) == 2 and samples[0][0][:max_seqlen] == samples[1][0][:max_seqlen]:
         return Counter({"equal_answers": whole})
     found: Counter[str] = Counter()
@@ -212,6 +215,17 @@ def test_pairs_that_the_cut_makes_equal_are_not_trained(tmp_path: Path) -> None:
     ] * 2
     with pytest.raises(ConfigError, match=r"2 of 4 rows \(50.00%\) are bad \(equal_answers 2\)"):
         LengthIndex.open(index.manifest.folder, max_seqlen=4, max_bad_fraction=0.4)
+
+
+def test_pairs_without_an_answer_within_the_cut_are_not_trained(tmp_path: Path) -> None:
+    """One that lacks either answer is left out as a whole, so that losses are means over pairs with both."""
+    rows = [{"prompt": "ab", "chosen": "c", "rejected": "d"}, {"prompt": "abcd", "chosen": "e", "rejected": "f"}]
+    made = prepared(tmp_path, [rows], rows="pairs")
+    index = LengthIndex(made, max_seqlen=4, long_sequences="cut", vocab_size=None)
+    assert (len(index), index.balance.skipped) == (2, {"no_targets": 1})
+    assert index.balance.tokens == {NOT_TARGETS: 4, TRAINED: 4, "no_targets": 12}
+    assert "12 in pairs with an answer beyond data.max_seqlen=4 (60.0 %)" in str(index.balance)
+    assert [row.detail for row in index.named_bad_rows] == ["an answer lies beyond data.max_seqlen=4"]
 
 
 @pytest.mark.parametrize(

@@ -47,26 +47,76 @@ def lists(*rows: TokenRow) -> list[list[list[int]]]:
 
 
 words = st.text(any_letters, min_size=1, max_size=8)
+PIECES = [f"{letter * 3} has {letter * 2}" for letter in "cdefghij"]
+"""Texts of several words, of which none is a part of another."""
 
 
 @few_examples
 @given(prompt=words, answers=st.lists(words, min_size=2, max_size=2, unique=True))
 def test_texts_have_the_loss_on_what_follows_the_prompt(prompt: str, answers: list[str]) -> None:
-    encode = encoder()
+    encode, prompt = encoder(), f"user {prompt} ."
     stated = both({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}, encode=encode)
     for row, answer in zip(stated, answers, strict=True):
         own = [*answer.encode(), EOS]
         assert row.tokens.tolist() == [*prompt.encode(), *own]
         assert row.labels.tolist() == [-100] * len(prompt.encode()) + own
-    implied = both(
-        {name: prompt + own for name, own in zip(("chosen", "rejected"), answers, strict=True)}, encode=encode
-    )
+    whole = {name: prompt + own for name, own in zip(("chosen", "rejected"), answers, strict=True)}
+    assert lists(*both({"prompt": prompt, **whole}, encode=encode)) == lists(*stated)
     shared = next(
         at for at, (own, other) in enumerate(zip(*(each.tokens for each in stated), strict=False)) if own != other
     )
-    for row, whole in zip(implied, stated, strict=True):
-        assert row.tokens.tolist() == whole.tokens.tolist()
-        assert row.labels.tolist() == [-100] * shared + whole.tokens.tolist()[shared:]
+    for row, one in zip(both(whole, encode=encode), stated, strict=True):
+        assert row.tokens.tolist() == one.tokens.tolist()
+        assert row.labels.tolist() == [-100] * shared + one.tokens.tolist()[shared:]
+
+
+def talk(pieces: list[str], *, first: str) -> Messages:
+    """Texts of the user and of the assistant in turns, beginning with the role `first`."""
+    roles = ["user", "assistant"][:: 1 if first == "user" else -1]
+    return [{"role": roles[number % 2], "content": piece} for number, piece in enumerate(pieces)]
+
+
+@few_examples
+@given(data=st.data())
+def test_every_text_of_a_row_is_rendered_once_or_the_row_is_refused(
+    folder_of: Callable[..., str],  # noqa: F811
+    data: st.DataObject,
+) -> None:
+    """Whatever part of the prompt both answers repeat, as texts or as messages."""
+    encode = encoder(folder_of(unmarked(read("chatml"))), loss_on="last_assistant")
+    pieces = data.draw(st.permutations(PIECES))
+    system = [{"role": "system", "content": pieces.pop()}] * data.draw(st.integers(0, 1))
+    prompt = system + talk([pieces.pop() for _ in range(data.draw(st.sampled_from([1, 3])))], first="user")
+    start = data.draw(st.integers(0, len(prompt)))
+    stop = data.draw(st.integers(start, len(prompt)))
+    repeated = prompt[start:stop]
+    is_whole = repeated in ([], prompt)
+    good, bad = (talk([pieces.pop()], first="assistant") for _ in range(2))
+    values: dict[str, Any] = {"prompt": prompt, "chosen": repeated + good, "rejected": repeated + bad}
+    form = data.draw(st.sampled_from(["messages", "texts", "prompt of text", "answer of text", "instruction"]))
+    if form == "texts" and (is_whole or not start or stop == len(prompt)):
+        values = {name: "\n".join(each["content"] for each in value) for name, value in values.items()}
+    elif form == "prompt of text" and not system:
+        values["prompt"] = prompt[-1]["content"]
+        has_own = bool(repeated) and repeated[0]["role"] == "user"
+        is_whole = has_own == (prompt[-1] in repeated)
+        prompt = prompt[-1:] * (not has_own) + repeated
+    elif form == "answer of text" and not repeated:
+        values["rejected"] = bad[0]["content"]
+    else:
+        is_whole |= repeated == prompt[len(system) :]
+        if form == "instruction" and not system and len(prompt) == 1:
+            values = {"instruction": prompt[0]["content"], **values} | {"prompt": None}
+    try:
+        found = [text_of(row) for row in encode(values)]
+    except BadRowError as error:
+        assert error.reason == BadReason.PROMPT_MISMATCH and not is_whole
+        return
+    assert is_whole
+    for text, answer, other in zip(found, (good, bad), (bad, good), strict=True):
+        texts = [each["content"] for each in prompt + answer]
+        assert [text.count(each) for each in texts] == [1] * len(texts)
+        assert sorted(texts, key=text.index) == texts and other[0]["content"] not in text
 
 
 @few_examples
@@ -126,13 +176,14 @@ def test_everything_or_the_last_turn_may_enter_the_loss(folder_of: Callable[...,
     template = folder_of(read("phi"))
     chosen, rejected = encoder(template, loss_on="last_assistant")(record)
     assert (learned(chosen), learned(rejected)) == ("three<|end|>\n",) * 2
-    for texts in ({"prompt": "ab", "chosen": "c", "rejected": "d"}, {"chosen": "abc", "rejected": "abd"}):
-        assert lists(*encoder(loss_on="all")(texts)) == [[[*text, EOS]] * 2 for text in (b"abc", b"abd")]
+    for texts in ({"prompt": "b ", "chosen": "c", "rejected": "d"}, {"chosen": "b c", "rejected": "b d"}):
+        assert lists(*encoder(loss_on="all")(texts)) == [[[*text, EOS]] * 2 for text in (b"b c", b"b d")]
     chosen, _ = encoder(template, loss_on="all")({"chosen": [*turns, GOOD], "rejected": [*turns, BAD]})
     assert learned(chosen) == text_of(chosen)
 
 
 OTHER = {**USER, "content": "else"}
+SYSTEM, BRIEF = ({"role": "system", "content": text} for text in ("Be kind.", "Be brief."))
 BROKEN: list[tuple[dict[str, Any], BadReason]] = [
     ({"chosen": "ab"}, BadReason.MISSING_COLUMN),
     ({"chosen": "ab", "rejected": None}, BadReason.MISSING_COLUMN),
@@ -144,9 +195,25 @@ BROKEN: list[tuple[dict[str, Any], BadReason]] = [
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, BadReason.EQUAL_ANSWERS),
     ({"prompt": [USER], "chosen": [GOOD], "rejected": GOOD}, BadReason.EQUAL_ANSWERS),
     ({"chosen": "ab", "rejected": "cb"}, BadReason.NO_PROMPT),
+    ({"chosen": "Hello", "rejected": "Hi"}, BadReason.NO_PROMPT),
+    ({"chosen": "abc d", "rejected": "abd"}, BadReason.NO_PROMPT),
+    ({"chosen": "ab c", "rejected": "ab d", "question": "else"}, BadReason.UNUSED_COLUMN),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "context": "else"}, BadReason.UNUSED_COLUMN),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, BadReason.UNUSED_COLUMN),
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "instruction": "else"}, BadReason.UNUSED_COLUMN),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}, BadReason.UNUSED_COLUMN),
     ({"chosen": [GOOD], "rejected": [BAD]}, BadReason.NO_PROMPT),
     ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, BadReason.NO_PROMPT),
     ({"chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.NO_PROMPT),
+    ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, OTHER, BAD]}, BadReason.NO_PROMPT),
+    ({"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.PROMPT_MISMATCH),
+    (
+        {"prompt": [SYSTEM, USER], "chosen": [BRIEF, USER, GOOD], "rejected": [BRIEF, USER, BAD]},
+        BadReason.PROMPT_MISMATCH,
+    ),
+    ({"prompt": "be.\n\nUser: a", "chosen": "User: a b", "rejected": "User: a c"}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": "User: a", "chosen": "Be.\nUser: a b", "rejected": "Be.\nUser: a c"}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": "User: a\nb", "chosen": "User: a\nc", "rejected": "User: a\nd"}, BadReason.PROMPT_MISMATCH),
     ({"prompt": "any", "chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.PROMPT_MISMATCH),
     ({"prompt": "any", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, BadReason.PROMPT_MISMATCH),
     ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, BadReason.PROMPT_MISMATCH),
@@ -161,6 +228,48 @@ BROKEN: list[tuple[dict[str, Any], BadReason]] = [
     ({"chosen": [USER, GOOD], "rejected": [USER, {**BAD, "weight": 0}]}, BadReason.NO_TARGETS),
     ({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, GOOD]}, BadReason.NO_TARGETS),
 ]
+
+
+def test_a_prompt_is_compared_as_it_is_rendered(folder_of: Callable[..., str]) -> None:  # noqa: F811
+    """Nulls of tables, names of keys and white space do not count; the system message of either is kept."""
+    encode = encoder(folder_of(read("chatml")))
+    want = lists(*encode({"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]}))
+    other = {"from": "human", "value": " one\n", "name": None}
+    for prompt, before in (
+        ([SYSTEM, USER], [USER]),
+        ([SYSTEM, other], [USER]),
+        ([SYSTEM], [USER]),
+        ([USER], [SYSTEM, USER]),
+        (other, [SYSTEM, USER]),
+        (" one ", [SYSTEM, {**USER, "tool_calls": None}]),
+    ):
+        row = {"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]}
+        assert lists(*encode(row)) == want
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "User: a b", "chosen": "c", "rejected": "d", "question": "a b", "margin": 0, "input": ""},
+        {"chosen": "User: a b c", "rejected": "User: a b d", "query": " a b "},
+        {"instruction": "a b", "input": "e", "chosen": "c", "rejected": "d", "question": "a b"},
+    ],
+)
+def test_columns_that_repeat_the_prompt_are_counted(
+    folder_of: Callable[..., str],  # noqa: F811
+    tmp_path: Path,
+    row: dict[str, Any],
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    data = data_config(tmp_path, tokenizer=folder_of(read("chatml")), rows="pairs")
+    made = prepare_local(data, out_dir=str(tmp_path / ".out"))
+    assert made.num_rows == 1 and made.account.ignored_columns == {list(row)[-1 if "margin" not in row else 3]: 1}
+
+
+def test_an_empty_prompt_is_one_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "", "chosen": "b", "rejected": "c"}) + "\n")
+    made = prepare_local(data_config(tmp_path, rows="pairs"), out_dir=str(tmp_path / ".out"))
+    assert stored_rows(made) == [([*text, EOS], [*text, EOS]) for text in (b"b", b"c")]
 
 
 @pytest.mark.parametrize(("record", "reason"), BROKEN)
@@ -205,7 +314,7 @@ def test_rows_of_every_format(folder_of: Callable[..., str], tmp_path: Path, end
         "score": [1, 2, 3],
         "text": ["a", "b", "c"],
     }
-    texts = {"prompt": ["a", None], "chosen": ["b", "ab"], "rejected": ["c", "ac"]}
+    texts = {"prompt": ["a", None], "chosen": ["b", "a b"], "rejected": ["c", "a c"]}
     for number, (columns, count) in enumerate(((talks, 2), (texts, 2))):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -306,6 +306,12 @@ REFUSED: list[tuple[dict[str, Any], BadReason, str]] = [
         "shots beside text holds files",
     ),
     ({"input_ids": [1, 2], "videos": [["b.png"]]}, BadReason.NO_PROCESSOR, "videos beside input_ids"),
+    (
+        {"prompt": "a", "completion": "b", "label": False},
+        BadReason.UNUSED_COLUMN,
+        "label is false: leave rows with bad",
+    ),
+    ({"instruction": "a", "output": "b", "kto_tag": False}, BadReason.UNUSED_COLUMN, "kto_tag is false"),
     ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "has columns content, id, neither input_ids nor text, mess"),
     ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "set data.text_column"),
     ({"chosen": "a", "rejected": "b"}, BadReason.MISSING_COLUMN, "set loss.type to dpo or reward for pairs"),
@@ -329,6 +335,23 @@ def test_columns_without_a_place_are_refused(
     (row,) = rows
     assert isinstance(row, BadRow)
     assert (row.reason, detail in row.detail) == (reason, True), row
+
+
+@pytest.mark.parametrize(
+    ("row", "labels"),
+    [
+        ({"prompt": "a", "completion": "b"}, [True, True]),
+        ({"prompt": "a", "completion": "b"}, [0, 1]),
+        ({"text": "ab"}, [True, False]),
+    ],
+)
+def test_labels_of_other_kinds_are_ignored_columns(tmp_path: Path, row: dict[str, str], labels: list[Any]) -> None:
+    """Only answers are good or bad: a text may be of a class called false."""
+    write_rows(tmp_path / "a.parquet", {"label": labels, **{name: [each] * 2 for name, each in row.items()}})
+    account, data = ReadAccount(), data_config(tmp_path)
+    (file,) = sources.discover(data).files
+    rows = list(read_rows(file, tokenizer=ByteTokenizer(), text_column="text", chat=ChatEncoder(data), account=account))
+    assert tokens_of(rows) == [[97, 98, EOS]] * 2 and account.ignored_columns == {"label": 2}
 
 
 def test_columns_without_values_are_neither_refused_nor_counted(tmp_path: Path) -> None:
