@@ -142,6 +142,8 @@ class RowEncoder(ChatEncoder):
             if mark.group() not in self._tokens_of_pictures:
                 detail = f"{mark.group()} stands where no picture can be, e.g. in thoughts, calls or tools"
                 raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
+        if not pictures and not self._marks({"type": "text", "text": text}):
+            return super()._tokens(text, is_document=is_document)
         grids = [each.grid for each in pictures]
         found = self._processor.encode_images(
             checked_text(text, name="text"), grids, fps=self._data.video_fps, is_document=is_document
