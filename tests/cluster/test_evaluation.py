@@ -2,6 +2,7 @@
 run left, by command."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import BatchLosses
 from rayfcp.program import Programs
 from rayfcp.telemetry.events import EventKind, read_events
+from rayfcp.telemetry.summary import result_text
 from rayfcp.values import EvalResult, GlobalBatch, StepReport
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.telemetry.samples import PAIRS
@@ -138,6 +140,14 @@ def test_results_of_pairs_are_a_table() -> None:
     found = table(Evaluated(step=3, results={"val": pairs}, seconds=1.0, sums={}, terms={})).splitlines()
     assert found[0].split() == ["set", "loss", "accuracy", "chosen", "rejected", "margin", "pairs"]
     assert found[1].split() == ["val", "0.500000", "0.75", "0.5", "-0.25", "0.75", "4"]
+
+
+def test_a_set_without_targets_has_no_loss_and_broken_rows_are_told() -> None:
+    results = {"all": EvalResult(loss=math.nan, tokens=0, broken_rows=8), "val": EvalResult(loss=0.5, tokens=9)}
+    found = table(Evaluated(step=3, results=results, seconds=1.0, sums={}, terms={})).splitlines()
+    assert [line.split() for line in found[1:3]] == [["all", "–", "–", "0"], ["val", "0.500000", "1.649", "9"]]
+    assert found[3] == "all: 8 rows with a broken image without targets"
+    assert result_text(results["all"]) == "no targets, 8 rows with a broken image without targets"
 
 
 def test_wrong_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rayfcp.config import Config
 from rayfcp.data import Sampler
+from rayfcp.data.balance import Balance
 from rayfcp.data.evaluation import EvalBatches, EvalSet
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile, Sample
@@ -24,6 +25,7 @@ class Index:
     has_images = False
     samples_per_draw, num_draws = 1, NUM_SAMPLES
     lengths = np.full(NUM_SAMPLES, 128)
+    balance = Balance(max_seqlen=128, long_sequences="cut", samples_per_row=1, num_used=NUM_SAMPLES)
 
     def __len__(self) -> int:
         return NUM_SAMPLES
