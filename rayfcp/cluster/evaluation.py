@@ -23,6 +23,7 @@ from rayfcp.config import Config, ConfigError, check_paths, load_config
 from rayfcp.config.loading import read_mapping
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import NO_MODEL
+from rayfcp.data.hub import check_no_adapter
 from rayfcp.data.manifest import PreparedManifest, write_manifest
 from rayfcp.data.rows import BadRowError, TokenRow, make_row
 from rayfcp.data.shards import ShardWriter
@@ -65,6 +66,8 @@ class Subject:
         """
         path = Path(target).expanduser()
         is_run = (path / CONFIG_FILE).exists()
+        if path.is_dir() and not is_run:
+            check_no_adapter(target, key="RUN_OR_MODEL")
         if not is_run and not (path / MODEL_FILE).exists():
             raise ConfigError(
                 f"RUN_OR_MODEL is {target}, must be a run directory with {CONFIG_FILE} or a Hugging Face folder with "
