@@ -205,6 +205,8 @@ def write(config: Config, *, teacher: str, path: Path, words: int, device: str) 
     cache_dir = config.data.cache_dir or str(Path(config.run_dir).parent / ".data")
     manifest = cached_prepare(config.data, cache_dir=cache_dir)
     dataset = open_dataset(config, data_dir=manifest.folder)
+    if dataset.index.has_images:
+        raise ConfigError(f"data.paths has images in {manifest.folder}, must be text to be taught; leave them out")
     check_tokenizer(teacher, manifest=manifest, data=config.data)
     model = open_teacher(teacher, device=device, max_seqlen=config.data.max_seqlen)
     known, vocab_size = model.get_input_embeddings().num_embeddings, dataset.vocab_size

@@ -219,8 +219,8 @@ def test_targets_that_cannot_run_are_one_line(targets: tuple[str, ...], message:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "mamba2"])
 def test_all_linear_layers_by_names_that_peft_takes_for_them(family: str) -> None:
-    """PEFT takes some names for the stacked weights of experts, so that linear layers of these names have no adapter. The
-    line at the start counts all parameters, once each."""
+    """PEFT takes some names for the stacked weights of experts: linear layers of these names have no adapter. All
+    parameters are counted once in the line at the start."""
     config, lora = narrowed(with_curve(family)[0], 2), LoraConfig(rank=2)
     ours = library_on_meta(config)
     settings = inject(ours, lora)
