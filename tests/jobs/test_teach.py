@@ -27,7 +27,7 @@ PLAIN = ("qwen3", "qwen3_moe", "phi3", "minicpm3", "nemotron", "glm4_moe", "gpt2
 def test_a_model_that_is_its_own_teacher_has_no_loss() -> None:
     """With all words, in every family that scales or caps its logits and in some others: of the others that train, too,
     by the command of `tests/models/self_taught.py`. So are log-probabilities for evaluation and references."""
-    num_curves = 0
+    taught = set()
     for family in CAUSAL_FAMILIES:
         try:
             config, keys = with_curve(family)
@@ -42,8 +42,8 @@ def test_a_model_that_is_its_own_teacher_has_no_loss() -> None:
                 check_family(family)
             continue
         assert abs(loss) < BOUND and difference < 1e-4, family
-        num_curves += bool(keys)
-    assert num_curves >= 20
+        taught.add(family)
+    assert taught >= {*PLAIN, "granite", "hyperclovax", "cohere", "falcon_h1", "gemma2", "gemma4", "nanochat"}
 
 
 def logits_of(model: Any, ids: np.ndarray) -> Tensor:

@@ -57,7 +57,7 @@ def with_curve(family: str) -> tuple[PreTrainedConfig, list[str]]:
     config = text_part(CONFIG_MAPPING[family](**_NEEDED.get(family, {})))
     for name in dropout_keys(text_of(config)):
         setattr(config, name, 0.0)
-    found = [name for name in CURVES if hasattr(text_of(config), name)]
+    found = [name for name in CURVES if name in vars(text_of(config))]
     for name in found:
         setattr(text_of(config), name, CURVES[name])
     return config, found
