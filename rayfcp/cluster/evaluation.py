@@ -23,6 +23,7 @@ from rayfcp.config import Config, ConfigError, check_paths, load_config
 from rayfcp.config.loading import read_mapping
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import NO_MODEL
+from rayfcp.data.hub import check_no_adapter
 from rayfcp.data.manifest import PreparedManifest, write_manifest
 from rayfcp.data.rows import BadRowError, TokenRow, make_row
 from rayfcp.data.shards import ShardWriter
@@ -65,11 +66,8 @@ class Subject:
         """
         path = Path(target).expanduser()
         is_run = (path / CONFIG_FILE).exists()
-        if not is_run and not (path / MODEL_FILE).exists():
-            raise ConfigError(
-                f"RUN_OR_MODEL is {target}, must be a run directory with {CONFIG_FILE} or a Hugging Face folder with "
-                f"{MODEL_FILE}; check the path"
-            )
+        if not is_run:
+            _check_model_folder(target)
         if step is not None and not is_run:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
         if is_run:
@@ -122,6 +120,17 @@ class Subject:
                 references = reference_sums(config, first, cache_dir=cache_dir, trains=False, **given)
                 wanted = EvaluationRun(by_token=by_token)
                 return evaluate(config, first, evaluates=wanted, references=references, **given)
+
+
+def _check_model_folder(target: str) -> None:
+    path = Path(target).expanduser()
+    if path.is_dir():
+        check_no_adapter(target, key="RUN_OR_MODEL")
+    if not (path / MODEL_FILE).exists():
+        raise ConfigError(
+            f"RUN_OR_MODEL is {target}, must be a run directory with {CONFIG_FILE} or a Hugging Face folder with "
+            f"{MODEL_FILE}; check the path"
+        )
 
 
 def evaluate_sets(

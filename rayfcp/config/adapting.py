@@ -113,7 +113,7 @@ class LoraConfig(Section):
     targets: Words = Field(
         default=("all-linear",),
         min_length=1,
-        description="names of linear layers, as PEFT's target_modules; all-linear: all of the decoder's layers",
+        description="names of linear layers, as PEFT's target_modules; all-linear: all but experts",
     )
     dora: bool = Field(default=False, description="also train the norm of each row (DoRA)")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")

@@ -21,6 +21,7 @@ class ReadAccount:
         unreadable_files: Tasks that could not read a file to its end, keyed by its URL.
         without_end: Trained turns that do not end in an end token, keyed by chat template.
         images_of_bad_rows: Images and videos of bad rows, keyed by the row's reason.
+        begun_twice: Rows whose text begins with the token that the tokenizer puts before it, keyed by that token.
     """
 
     ignored_columns: dict[str, int] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class ReadAccount:
     unreadable_files: dict[str, int] = field(default_factory=dict)
     without_end: dict[str, int] = field(default_factory=dict)
     images_of_bad_rows: dict[str, int] = field(default_factory=dict)
+    begun_twice: dict[str, int] = field(default_factory=dict)
 
     def count(self, name: str, key: str, *, by: int = 1) -> None:
         """Add `by` to the count of `key` in the attribute `name`."""
@@ -53,6 +55,11 @@ class ReadAccount:
                 f"{counted(count, 'trained turn')} without an end token at the end, by chat template "
                 f"{printable(template)}: the model does not learn to stop there; use a template that ends the "
                 "assistant's turns in one"
+            )
+        for token, count in self.begun_twice.items():
+            found.append(
+                f"{counted(count, 'row')} beginning with {printable(token)} twice, of the text and of the tokenizer; "
+                "remove it from texts that were rendered before, or give their conversations"
             )
         return found
 

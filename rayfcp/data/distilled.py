@@ -23,7 +23,7 @@ def distilled_rows(record: Mapping[str, Any], *, account: ReadAccount) -> list[T
     mean the same.
 
     Raises:
-        BadRowError: As `token_rows`; other shapes, or values that are not finite numbers.
+        BadRowError: As `token_rows`; other shapes, a word twice at a position, or values that are not finite numbers.
     """
     row = make_row(record["input_ids"], labels=record.get("labels"))
     words, logits = (_table(record[name], column=name) for name in TEACHER_COLUMNS)
@@ -33,12 +33,22 @@ def distilled_rows(record: Mapping[str, Any], *, account: ReadAccount) -> list[T
         shapes = " and ".join(f"{name} of {len(each)} x {each.shape[1]}" for name, each in _named(words, logits))
         raise BadRowError(BadReason.TEACHER_MISMATCH, f"{shapes} for {row.tokens.size} tokens, must have one list each")
     largest = max(row.max_token_id, largest_id(words, column="teacher_words"))
+    _check_words_differ(words)
     with np.errstate(over="ignore"):
         logits = logits.astype(np.float32)
     if not np.isfinite(logits).all():
         raise BadRowError(BadReason.NOT_FINITE, "teacher_logits must be finite; leave words without probability out")
     whole = replace(row, max_token_id=largest, teacher=(words.astype(np.int32), logits))
     return cut_row(whole, masks={name: record[name] for name in MASK_COLUMNS if name in record}, account=account)
+
+
+def _check_words_differ(words: npt.NDArray[Any]) -> None:
+    in_order = np.sort(words, axis=1)
+    repeated = np.argwhere(in_order[:, 1:] == in_order[:, :-1])
+    if repeated.size:
+        position, place = repeated[0]
+        detail = f"teacher_words has {in_order[position, place]} twice at position {position}, must have a word once"
+        raise BadRowError(BadReason.REPEATED_WORD, detail)
 
 
 def _named(*tables: npt.NDArray[Any]) -> list[tuple[str, npt.NDArray[Any]]]:

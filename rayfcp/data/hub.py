@@ -7,6 +7,9 @@ from pathlib import Path
 
 from rayfcp.config import ConfigError
 
+ADAPTER_FILE = "adapter_config.json"
+"""PEFT's settings of an adapter, in its folder."""
+
 _HUB_TIMEOUT_S = 10.0
 """For the one request that tells whether the hub answers; the library's own retries take 23 s per file."""
 
@@ -30,6 +33,24 @@ def locate(name: str, *, key: str) -> tuple[str, bool]:
     if problem and not _is_fetched(name):
         raise ConfigError(f"{absent}, and {problem}; give a folder, or a hub name such as org/model")
     return name, bool(problem)
+
+
+def check_no_adapter(name: str, *, key: str) -> None:
+    """Refuse an adapter, alone or beside a model: transformers opens both with the adapter, we train neither further.
+
+    Raises:
+        ConfigError: There is one, or as `locate`.
+    """
+    from transformers.utils import cached_file
+
+    source, local_only = locate(name, key=key)
+    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
+    if cached_file(source, ADAPTER_FILE, **options, _raise_exceptions_for_connection_errors=False) is not None:
+        raise ConfigError(
+            f"{key} is {name!r}, which holds an adapter ({ADAPTER_FILE}): an adapter is neither continued nor read "
+            "beside a model; merge it first (rayfcp export RUN OUT --merge of the run that trained it, or PEFT's "
+            f"merge_and_unload) and give that folder, or remove {ADAPTER_FILE} to use the model without it"
+        )
 
 
 def reason_of(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Rows of one input file, tokenised and checked."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +130,17 @@ class _Encoder:
                 yield error.at(self.url, row=raw.row)
                 continue
             yield from samples
+            if raw.tokens is None:
+                self._count_begun_twice(samples)
             for name in raw.ignored:
                 is_known = name in self.account.ignored_columns or len(self.account.ignored_columns) < _MAX_IGNORED
                 self.account.count("ignored_columns", name if is_known else "others")
+
+    def _count_begun_twice(self, samples: Sequence[TokenRow]) -> None:
+        library = self.tokenizer.library
+        begin = None if library is None else library.bos_token_id
+        if begin is not None and any(each.tokens[:2].tolist() == [begin, begin] for each in samples):
+            self.account.count("begun_twice", str(library.bos_token))
 
     def _samples(self, raw: RawRow, *, text: TokenArray | None) -> list[TokenRow]:
         if raw.media is not None and self.media is not None:

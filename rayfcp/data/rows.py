@@ -61,6 +61,7 @@ class BadReason(StrEnum):
     NO_PROMPT = "no_prompt"
     EQUAL_ANSWERS = "equal_answers"
     TEACHER_MISMATCH = "teacher_mismatch"
+    REPEATED_WORD = "repeated_word"
     NOT_FINITE = "not_finite"
     NOT_RENDERED = "not_rendered"
     UNUSED_COLUMN = "unused_column"

@@ -25,7 +25,7 @@ from transformers import (
 
 from rayfcp.config import ConfigError
 from rayfcp.config.architecture import VISION_FAMILIES
-from rayfcp.data.hub import locate, reason_of
+from rayfcp.data.hub import check_no_adapter, locate, reason_of
 from rayfcp.models.layers import (
     EXPERT_COUNTS,
     experts_per_token,
@@ -108,8 +108,9 @@ def config_at(path: str) -> PreTrainedConfig:
     are plain here (`pretrained.WeightFiles` refuses others).
 
     Raises:
-        ConfigError: There is no model.
+        ConfigError: There is no model, or it has an adapter.
     """
+    check_no_adapter(path, key="model.path")
     source, local_only = locate(path, key="model.path")
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(

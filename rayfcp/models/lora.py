@@ -4,6 +4,7 @@ what they wrap. Imported only for runs with `model.lora.rank`.
 
 import math
 import re
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -20,11 +22,20 @@ from transformers import PreTrainedConfig
 from rayfcp.config import ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.models.library import MARK, REWARD_HEAD, decoder_layers, decoder_of, has_reward_head, library_name
+from rayfcp.models.library import (
+    MARK,
+    REWARD_HEAD,
+    decoder_layers,
+    decoder_of,
+    has_reward_head,
+    library_name,
+    vision_family,
+)
 from rayfcp.models.nf4 import BLOCK, Nf4Linear
 from rayfcp.models.pretrained import library_on_meta
-from rayfcp.models.stages import head_of
+from rayfcp.models.stages import head_of, is_tied
 from rayfcp.values import AdapterProfile
+from rayfcp.values.counted import counted
 
 _PREFIX = "base_model.model."
 """Of names in PEFT's files: its own model and the attribute that holds the library's."""
@@ -34,7 +45,7 @@ ADAPTER = "default"
 
 _ALL = "all-linear"
 
-_MAMBA_OUTPUT, _WITHOUT_MAMBA_OUTPUT = "out_proj", ("falcon_h1", "nemotron_h")
+_MAMBA_OUTPUT, _WITHOUT_MAMBA_OUTPUT = "out_proj", ("falcon_h1", "mamba2", "nemotron_h")
 """Families in which PEFT wraps this layer neither in training nor to open an adapter: fused kernels read its weight."""
 
 
@@ -86,8 +97,14 @@ def quantize(library: Any, *, dtype: torch.dtype) -> None:
 
 
 def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
-    """What PEFT matches with the names of modules: ends of names, or an expression where an encoder has the same."""
+    """Return what PEFT matches with names of modules: ends of names, or an expression where an encoder has the same.
+
+    Raises:
+        ConfigError: A target names experts or routers.
+    """
     decoder = decoder_of(library)
+    for target in lora.targets:
+        _check_not_experts(library, target, lora=lora)
     linear = {
         name.rpartition(".")[2]
         for layer in decoder_layers(decoder)
@@ -96,11 +113,84 @@ def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
     }
     if library.config.model_type in _WITHOUT_MAMBA_OUTPUT:
         linear.discard(_MAMBA_OUTPUT)
+    linear -= _taken_for_experts(library, linear) if linear else set()
     names = sorted(linear) if lora.targets == (_ALL,) else list(lora.targets)
+    if not names:
+        raise _refused(
+            lora, f"the layers of {library.config.model_type} have no torch.nn.Linear that can have adapters"
+        )
     if library.config.sub_configs:
         path = next(name for name, module in library.named_modules() if module is decoder)
         return rf"{re.escape(path)}\.layers\.\d+\.(.*\.)?({'|'.join(map(re.escape, names))})"
     return names
+
+
+def _taken_for_experts(library: Any, names: set[str]) -> set[str]:
+    """Return the names by which PEFT finds stacked experts and routers of this family, in training and to open an
+    adapter; linear layers of these names, of shared experts or dense layers, then have none."""
+    asked = PeftConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(asked, library, None)
+    return names.difference(asked.target_modules or ())
+
+
+def _check_not_experts(library: Any, target: str, *, lora: LoraConfig) -> None:
+    """
+    Raises:
+        ConfigError: PEFT takes `target` for experts, or it names them or their routers and no linear layer.
+    """
+    if _taken_for_experts(library, {target}):
+        raise _refused(lora, f"{target} is what PEFT calls experts or their routers, which cannot have adapters here")
+    found = set()
+    for name, module in decoder_of(library).named_modules():
+        names = (name, *(f"{name}.{own}" for own in module._parameters))
+        if any(f".{each}".endswith(f".{target}") for each in names):
+            found.add("" if type(module) is nn.Linear else _mixture_part(module))
+    if len(found) == 1 and (part := found.pop()):
+        raise _refused(lora, f"{target} names {part}, which cannot have adapters here")
+
+
+def _mixture_part(module: nn.Module) -> str | None:
+    """Return what weights a module holds of a mixture of experts, whose layers are stacked; None for other modules."""
+    kind = type(module).__name__.lower()
+    return "experts" if "expert" in kind else "routers of experts" if "router" in kind else None
+
+
+def trained_line(config: PreTrainedConfig, lora: LoraConfig) -> str:
+    """Return a line on the adapters of a model, their numbers, and the parts that stay frozen, the largest first.
+
+    Raises:
+        ConfigError: As `inject`.
+    """
+    library = library_on_meta(config)
+    inject(library, lora)
+    wrapped = [module for module in library.modules() if isinstance(module, LoraLayer)]
+    bases = {id(module.get_base_layer().weight) for module in wrapped}
+    names = {name.rpartition(".")[2] for name, module in library.named_modules() if isinstance(module, LoraLayer)}
+    trained, total, frozen = 0, 0, Counter[str]()
+    for name, each in library.named_parameters():
+        trained += each.numel() * each.requires_grad
+        total += each.numel() * (MARK not in name)
+        if not each.requires_grad and id(each) not in bases:
+            frozen[_frozen_part(library, name)] += each.numel()
+    parts = [f"{part} ({count:,})" for part, count in frozen.most_common()]
+    return (
+        f"adapters on {', '.join(sorted(names))}: {counted(trained, 'trained number')}, {trained / total:.2%} of the "
+        f"model's {total:,}; {', '.join(parts)} stay frozen"
+    )
+
+
+def _frozen_part(library: Any, name: str) -> str:
+    path, _, own = name.rpartition(".")
+    module = library.get_submodule(path)
+    if part := _mixture_part(module):
+        return part
+    if module is library.get_input_embeddings():
+        return "embeddings and head" if is_tied(library) else "embeddings"
+    if module is head_of(library):
+        return "head"
+    if vision_family(library.config) and not any(each is module for each in decoder_of(library).modules()):
+        return "vision encoder"
+    return "norms and biases" if module.get_parameter(own).ndim < 2 else path.rpartition(".")[2]
 
 
 def _check_layers(library: Any, lora: LoraConfig) -> None:

@@ -159,11 +159,6 @@ class WeightFiles:
 
     def _files_by_tensor(self) -> dict[str, str]:
         """Return the file name of each tensor. A single file takes precedence over an index, as in the library."""
-        if self._find("adapter_config.json") is not None:
-            raise self.error(
-                "it has an adapter (adapter_config.json), which is not read beside a model; merge it into the model "
-                "first, or remove it"
-            )
         if self._find(SAFE_WEIGHTS_NAME) is not None:
             return dict.fromkeys(self._handle(SAFE_WEIGHTS_NAME).keys(), SAFE_WEIGHTS_NAME)
         if (index := self._find(SAFE_WEIGHTS_INDEX_NAME)) is not None:

@@ -27,10 +27,11 @@ def taught_rows(draw: st.DrawFn) -> list[Row]:
     for _ in range(draw(st.integers(1, 6))):
         size, width = draw(st.integers(1, 9)), draw(st.integers(1, 3))
         ids = draw(st.lists(st.integers(0, 99), min_size=size, max_size=size))
-        words = draw(st.lists(st.integers(0, 199), min_size=size * width, max_size=size * width))
+        word_lists = st.lists(st.integers(0, 199), min_size=width, max_size=width, unique=True)
+        words = draw(st.lists(word_lists, min_size=size, max_size=size))
         logits = draw(st.lists(st.floats(-50, 50, width=32), min_size=size * width, max_size=size * width))
         places = range(0, size * width, width)
-        rows.append((ids, [words[at : at + width] for at in places], [logits[at : at + width] for at in places]))
+        rows.append((ids, words, [logits[at : at + width] for at in places]))
     return rows
 
 
@@ -111,6 +112,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"teacher_logits": [[1.0], [2.0]]}, "teacher_mismatch", "teacher_logits of 2 x 1"),
     ({"teacher_words": [[3, -1], [5, 6]]}, "token_out_of_range", "teacher_words has -1"),
+    ({"teacher_words": [[3, 4], [6, 6]]}, "repeated_word", "teacher_words has 6 twice at position 1, must have a word"),
+    (
+        {"teacher_words": [[4, 3, 4], [1, 2, 3]], "teacher_logits": [[0.5, 1, 2], [2, -1, 3]]},
+        "repeated_word",
+        "teacher_words has 4 twice at position 0",
+    ),
     ({"teacher_words": [[3.0, 4.0], [5.0, 6.0]]}, "wrong_type", "teacher_words must hold integers only"),
     ({"teacher_words": [["a", "b"], ["c", "d"]]}, "wrong_type", "teacher_words must hold numbers only"),
     ({"teacher_logits": [[True, False], [True, True]]}, "wrong_type", "teacher_logits must hold numbers only"),

@@ -60,6 +60,6 @@ def saved(
     config = vlm_config(family) if family in VISION_FAMILIES else AutoConfig.for_model(family, **{**SHAPE, **keys})
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = make_library_model(config, dtype=torch.bfloat16)
+        model = make_library_model(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size="20KB")
     return AutoConfig.from_pretrained(folder), {name: each.detach() for name, each in model.named_parameters()}

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from peft import PeftModel
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -27,7 +30,7 @@ from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.export import export_checkpoint
 from rayfcp.models.library import MARK as LORA
 from rayfcp.models.library import library_name, make_library_model, narrowed, vision_family
-from rayfcp.models.lora import inject
+from rayfcp.models.lora import inject, trained_line
 from rayfcp.models.pretrained import library_on_meta
 from rayfcp.models.selfcheck import packed_loss
 from rayfcp.models.stages import stages_of
@@ -37,6 +40,7 @@ from tests.models.adapted import HYBRIDS, LORAS, adapted, by_peft, library
 from tests.models.families import assert_same, by_ranks, disturb
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB, rows_of
+from tests.models.self_taught import with_curve
 from tests.models.vlm import vlm_config
 
 SEED = 3
@@ -211,6 +215,49 @@ def test_targets_that_cannot_run_are_one_line(targets: tuple[str, ...], message:
         profile_of(library("llama"), name="tiny", lora=LoraConfig(rank=2, targets=targets))
     text = str(caught.value)
     assert text.startswith(f"model.lora.targets is {', '.join(targets)}, ") and message in text and "\n" not in text
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "mamba2"])
+def test_all_linear_layers_by_names_that_peft_takes_for_them(family: str) -> None:
+    """PEFT takes some names for the stacked weights of experts: linear layers of these names have no adapter. All
+    parameters are counted once in the line at the start."""
+    config, lora = narrowed(with_curve(family)[0], 2), LoraConfig(rank=2)
+    ours = library_on_meta(config)
+    settings = inject(ours, lora)
+    theirs = library_on_meta(config)
+    inject_adapter_in_model(
+        PeftConfig(r=2, target_modules=settings.target_modules, task_type="CAUSAL_LM"), theirs, low_cpu_mem_usage=True
+    )
+    trained = [{name for name, each in model.named_parameters() if each.requires_grad} for model in (ours, theirs)]
+    assert trained[0] == trained[1] and trained[0]
+    wrapped = [module.get_base_layer() for module in ours.modules() if isinstance(module, LoraLayer)]
+    assert all(type(module) is torch.nn.Linear for module in wrapped)
+    line = trained_line(config, lora)
+    num_trained, total = (int(line.split(mark)[0].split()[-1].replace(",", "")) for mark in (" trained", "; "))
+    assert num_trained == sum(each.numel() for each in ours.parameters() if each.requires_grad)
+    plain = library_on_meta(config)
+    assert total == sum(each.numel() for each in plain.parameters())
+    frozen = sum(int(each.replace(",", "")) for each in re.findall(r"\(([\d,]+)\)", line))
+    assert frozen + sum(module.weight.numel() for module in wrapped) == total
+    assert ("experts (" in line and "routers of experts (" in line) == (family != "mamba2")
+    assert line.startswith("adapters on ") and line.endswith(" stay frozen")
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "message"),
+    [
+        ("qwen3_moe", "experts", "experts names experts, which cannot have adapters"),
+        ("qwen3_moe", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj names experts, which cannot have adapters"),
+        ("qwen3_moe", "down_proj", "down_proj is what PEFT calls experts or their routers, which cannot have adapters"),
+        ("glm4_moe", "gate", "gate is what PEFT calls experts or their routers"),
+        ("gpt_oss", "router", "router names routers of experts, which cannot have adapters"),
+        ("gpt2", "all-linear", "the layers of gpt2 have no torch.nn.Linear"),
+    ],
+)
+def test_experts_have_no_adapters(family: str, target: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inject(library_on_meta(narrowed(with_curve(family)[0], 2)), LoraConfig(rank=2, targets=(target,)))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_nothing_to_merge(tmp_path: Path) -> None:

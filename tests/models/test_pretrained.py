@@ -231,13 +231,6 @@ def test_quantized_weights_are_refused_by_the_name_of_their_method(
         check_weights(str(tmp_path), config)
 
 
-def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
-    config, _ = saved(tmp_path, "qwen3")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"it has an adapter \(adapter_config.json\), which is not read"):
-        check_weights(str(tmp_path), config)
-
-
 def test_code_of_a_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is asked either. A family of the library needs none."""
     saved(tmp_path, "qwen3")

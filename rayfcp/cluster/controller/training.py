@@ -169,6 +169,10 @@ class Controller:
             data = data.evaluating(self._evaluates.draws)
         if self._evaluates is None:
             self._tell_account(data)
+            if config.model.lora.rank is not None:
+                from rayfcp.models.library import lora_module
+
+                self._announce(lora_module().trained_line(data.library, config.model.lora))
         for line in data.evaluation_accounts():
             self._announce(line)
         if config.data.streaming:  # its account is complete only at the end
