@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
+from transformers import AutoModelForImageTextToText
 
-from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.decoders import Decoders, fetched
 from rayfcp.cluster.planning.measured import analytic_cost
@@ -72,6 +74,9 @@ def test_the_example_trains(images: Path) -> None:
     assert losses[-1] < losses[0]
     (named,) = heard.said("a row with a broken image")
     assert ".arrow row " in named
+    export_run(config.run_dir, out_dir=images / "exported")
+    exported = AutoModelForImageTextToText.from_pretrained(images / "exported")
+    assert exported.generate(torch.arange(3, 9)[None], max_new_tokens=2, min_new_tokens=2).shape == (1, 8)
 
 
 def programs_of(config: Config, *, data_dir: str) -> tuple[GlobalBatch, Programs]:

@@ -6,12 +6,13 @@ The number of a tensor is the sum over its elements of (bits of the value in fp3
 element changes the sum with certainty, since its factor is odd; any other change does but for one in at least 2^32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from rayfcp.config import ConfigError
+from rayfcp.config import Config, ConfigError
+from rayfcp.config.models import ModelConfig
 from rayfcp.execute.reports import ReadWeight
 from rayfcp.values.state import Box
 
@@ -19,6 +20,8 @@ _MASK = (1 << 64) - 1
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of SplitMix64 (Steele et al., 2014, figure 16)."""
 _SHIFTS = (30, 27, 31)
+SEED = "run.seed"
+"""Stands for the tensors of weights that are drawn."""
 _CHUNK_ELEMENTS = 1 << 18
 """Elements whose products exist at a time: 2 MiB, which stay in a core's cache."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
@@ -73,3 +76,34 @@ def contents_of(weights: Iterable[ReadWeight]) -> dict[str, str]:
     for (name, _), content in parts.items():
         found[name] = found.get(name, 0) + content & _MASK
     return {name: f"{content:016x}" for name, content in sorted(found.items())}
+
+
+def first_weights(model: ModelConfig, *, seed: int, read: Iterable[ReadWeight]) -> dict[str, str]:
+    """Return the contents of the weights of `model` that are not trained, of which devices have `read` some: the seed
+    where they are drawn, empty where there are none."""
+    if found := contents_of(read):
+        return found
+    is_drawn = model.init == "random" and (model.lora.rank is not None or model.freeze_vision)
+    return {SEED: str(seed)} if is_drawn else {}
+
+
+def check_contents(
+    found: Mapping[str, str], known: Mapping[str, str], *, config: Config, key: str, log: Callable[[str], object]
+) -> None:
+    """Check that the weights which `key` names are those that a run began with, by the contents of their tensors; log
+    the difference if the user accepts others.
+
+    Raises:
+        ConfigError: They are others; names the first tensor that differs.
+    """
+    changed = [name for name in sorted({*found, *known}) if found.get(name) != known.get(name)]
+    if not changed:
+        return
+    value = config.loss.reference if key == "loss.reference" else config.model.path
+    named = f"{SEED} is {config.run.seed}" if SEED in found else f"{key} is {value!r}"
+    text = f"{named}, with other weights than the run began with ({changed[0]}, {len(changed)} in all)"
+    if not config.checkpoint.accept_other_weights:
+        raise ConfigError(
+            f"{text}; give those, in any folder, or set checkpoint.accept_other_weights=true to go on with these"
+        )
+    log(f"{text}, accepted by checkpoint.accept_other_weights")
