@@ -111,7 +111,7 @@ def written_run(folder: Path, what: str, **model: Any) -> tuple[Config, CausalLM
     )
     folders.commit(unfinished, manifest)
     (folder / "run" / "config.yaml").write_text(dump_config(config))
-    if what != "mamba2":
+    if held.model._supports_sdpa:
         held.model.set_attn_implementation("sdpa")
     return config, held
 
