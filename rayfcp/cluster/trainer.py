@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,8 +209,11 @@ def export_run(
     )
     # A multimodal model's configuration has its vocabulary in that of its text part.
     vocab_size = text_of(AutoConfig.for_model(**manifest.model)).vocab_size
-    check_same_model(manifest, comparable_model(model_of_checkpoint(config, vocab_size=vocab_size)))
+    trained = replace(manifest, model=comparable_model(manifest.model))
+    check_same_model(trained, comparable_model(model_of_checkpoint(config, vocab_size=vocab_size)), resumes=False)
     is_known = bool(manifest.loss)  # otherwise an earlier release wrote it
+    if not is_known and (merge or config.model.freeze_vision):
+        log(f"{checkpoint.name} does not say which weights were frozen: those of model.path are taken for the same")
     frozen = manifest.weights.get(FROZEN, {}) if is_known else None
     given: dict[str, Any] = {"vocab_size": vocab_size, "dtype": dtype, "merge": merge, "frozen": frozen}
     export_checkpoint(config, checkpoint, out_dir=out_dir, log=log, **given)

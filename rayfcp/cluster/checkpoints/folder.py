@@ -172,15 +172,17 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
-def check_same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    """Check that a run resumes with the model of the checkpoint.
+def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: bool = True) -> None:
+    """Check that a run resumes with the model of the checkpoint. If it does not resume, keys of the library that only
+    one of them has, e.g. from another version, do not matter.
 
     Raises:
         ConfigError: another model; names its type, or the first keys that differ.
     """
     then, now = _by_key(manifest.model), _by_key(model)
     keys = sorted(then.keys() | now.keys(), key=lambda key: (key != "model_type", key))
-    changed = [key for key in keys if then.get(key) != now.get(key)]
+    kept = [key for key in keys if resumes or key.startswith("model.") or (key in then and key in now)]
+    changed = [key for key in kept if then.get(key) != now.get(key)]
     if not changed:
         return
     ranks = f"{_LORA}.rank"

@@ -22,8 +22,8 @@ _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 SEED = "run.seed"
 """Stands for the tensors of weights that are drawn."""
-_CHUNK_ELEMENTS = 1 << 18
-"""Elements whose products exist at a time: 2 MiB, which stay in a core's cache."""
+_CHUNK_ELEMENTS, _ON_ACCELERATORS = 1 << 18, 1 << 24
+"""Elements whose products exist at a time: 2 MiB, which stay in a core's cache; or enough to hide launches."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 
 
@@ -39,7 +39,7 @@ def read_weight(name: str, values: Tensor, *, box: Box) -> ReadWeight:
     ]
     rows = bits.reshape(-1, bits.shape[-1] if bits.ndim else 1)
     last = factors.pop() if factors else torch.ones(1, dtype=torch.int64, device=bits.device)
-    size = max(1, _CHUNK_ELEMENTS // rows.shape[1])
+    size = max(1, (_CHUNK_ELEMENTS if bits.device.type == "cpu" else _ON_ACCELERATORS) // rows.shape[1])
     total = torch.cat([(part * last).sum(-1) for part in rows.split(size)]).view(bits.shape[:-1])
     for each in reversed(factors):
         total = (total * each).sum(-1)
