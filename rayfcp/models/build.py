@@ -210,18 +210,22 @@ def random_model(
 
 
 @torch.no_grad()
-def first_buffers(
+def first_untrained(
     config: PreTrainedConfig, *, dtype: str, path: str | None
 ) -> tuple[dict[str, Tensor], tuple[ReadWeight, ...]]:
-    """Return the `kept_buffers` of a run's model by the library's names, on the CPU: those of `path` if that is given,
-    and then the contents of those that are there."""
+    """Return what no checkpoint of a run has, by the library's names, on the CPU: `kept_buffers`, and parameters that
+    the family does not train. They are those of `path` if that is given; then also return the contents of these."""
     model = empty_model(config, dtype=dtype)
     initializer = Initializer(model, seed=0)
     for module in model.modules():
         held = {name: each for name, each in module._buffers.items() if each is not None}
         module._buffers.update({name: torch.empty_like(each, device="cpu") for name, each in held.items()})
+        for name, each in module._parameters.items():
+            if each is not None and not each.requires_grad:
+                setattr(module, name, nn.Parameter(torch.empty_like(each, device="cpu"), requires_grad=False))
     read_weights = _fill_first(model, initializer, config=config, path=path, only_frozen=True)
-    return kept_buffers(model.model), read_weights
+    frozen = {name: each.detach() for name, each in model.model.named_parameters() if not each.requires_grad}
+    return kept_buffers(model.model) | frozen, read_weights
 
 
 def _fill_first(

@@ -20,7 +20,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig, has_weights
 from rayfcp.execute.reports import ReadWeight
 from rayfcp.execute.state.identity import check_contents, first_weights
-from rayfcp.models.build import DTYPES, first_buffers, random_model
+from rayfcp.models.build import DTYPES, first_untrained, random_model
 from rayfcp.models.describe import configured_model
 from rayfcp.models.export_files import (
     Log,
@@ -230,7 +230,7 @@ def _held(
     if run.lora.rank is not None or run.freeze_vision:
         held, read = _whole_state(config, library, checkpoint, dtype=DTYPES[dtype])
     else:
-        held, read = first_buffers(library, dtype=run.dtype, path=run.path if run.init == "pretrained" else None)
+        held, read = first_untrained(library, dtype=run.dtype, path=run.path if run.init == "pretrained" else None)
     if frozen is not None:
         found = first_weights(run, seed=config.run.seed, read=read)
         check_contents(found, frozen, config=config, key="model.path", log=log)

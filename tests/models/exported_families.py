@@ -78,8 +78,10 @@ def main(families: Sequence[str]) -> int:
             except ConfigError as error:
                 problem = f"refused: {error}"
             except AssertionError:
-                problem = f"the command failed: {hidden.getvalue().strip().splitlines()[-1]}"
-            except Exception as error:
+                problem = f"the command failed: {hidden.getvalue().strip()[-300:]!r}"
+            except BaseException as error:  # as that of torch's checkpoints is
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         is_refused = problem.startswith("refused")
         count += not is_refused

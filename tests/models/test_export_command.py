@@ -31,17 +31,19 @@ from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import configured_model
 from rayfcp.models.nf4 import Nf4Linear
 from tests.models import recurrent, test_multimodal
-from tests.models.folders import ALL_FOLDERS, SHAPE, saved
+from tests.models.folders import ALL_FOLDERS, EXPERTS, SHAPE, saved
 from tests.models.helpers import VOCAB
 
 STEP = 3
-PACKED = {**SHAPE, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+PACKED = {**SHAPE, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "initializer_range": 0.2}
+OTHERS = {"afmoe": {**SHAPE, **EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention"] * 3}}
 LORA = {"rank": 4, "alpha": 6}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, tied": ("qwen3, tied", {}),
     "dense, not from weights": ("llama", {"init": "random"}),
     "fused": ("phi3, fused", {}),
     "experts": ("qwen3_moe", {}),
+    "experts with a bias that is not trained": ("afmoe", {}),
     "recurrent": ("qwen3_next", {}),
     "without attention": ("mamba2", {}),
     "qwen3_vl": ("qwen3_vl", {}),
@@ -68,7 +70,7 @@ def write_base(folder: Path, what: str) -> None:
         test_multimodal.saved("gemma3", folder)
     else:
         known = recurrent.library(what, vocab_size=VOCAB) if what in recurrent.FAMILIES else None
-        config = known or AutoConfig.for_model("llama", **PACKED, initializer_range=0.2)
+        config = known or AutoConfig.for_model(what if what in OTHERS else "llama", **OTHERS.get(what, PACKED))
         with torch.random.fork_rng():
             torch.manual_seed(5)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
