@@ -225,6 +225,7 @@ def _add_export(commands: _Commands) -> None:
         "--dtype", choices=("bfloat16", "float32"), help="precision of the weights (default: model.dtype of the run)"
     )
     export.add_argument("--merge", action="store_true", help="add adapters (model.lora) to the weights beside them")
+    export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="over the run's configuration")
     export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
 
 
@@ -388,6 +389,7 @@ def _export(arguments: argparse.Namespace) -> None:
         step=arguments.step,
         dtype=arguments.dtype,
         merge=arguments.merge,
+        overrides=arguments.overrides,
         log=lambda text: sys.stderr.write(f"rayfcp: {text}\n"),
     )
     sys.stdout.write(f"{checkpoint} -> {arguments.out_dir}\n")

@@ -22,10 +22,20 @@ if TYPE_CHECKING:
     from rayfcp.data.evaluation import EvalBatches
     from rayfcp.data.stream import StreamIndex, Waiter
 
-References = Mapping[str, npt.NDArray[np.float64]]
-"""Sums of the terms of samples by the reference model, `[samples]`, by name of an evaluation set, and of `TRAINING`."""
 TRAINING = ""
 """Stands for the data that the run trains on, where evaluation sets have names."""
+
+
+Sums = Mapping[str, npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """Sums of the terms of samples by the reference model, `[samples]`, keyed by name of an evaluation set or
+    `TRAINING`; and the contents of the model's weights by tensor. Empty for losses without such a model."""
+
+    sums: Sums = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +62,9 @@ class Dataset:
 
     @property
     def checkpointed_model(self) -> dict[str, Any]:
-        """What a checkpoint is of: the library's configuration, and what is trained where that is not all."""
         return self.library.to_dict() | self.trained
 
-    def with_references(self, references: References) -> "Dataset":
+    def with_references(self, references: Sums) -> "Dataset":
         """The same data with the sums of the reference model."""
         self.sampler.reference = references.get(TRAINING)
         if self.evaluation is None:
@@ -98,6 +107,11 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
         keeps_attention=not config.train.recompute_attention,
         lora=config.model.lora,
     )
+
+
+def model_of_checkpoint(config: Config, *, vocab_size: int) -> dict[str, Any]:
+    """Return what a checkpoint of a run is of: the library's configuration, and what is trained where not all is."""
+    return described_model(config, vocab_size=vocab_size)[0].to_dict() | _trained(config.model)
 
 
 def open_dataset(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.cluster.checkpoints.folder import REFERENCE, read_manifest, resumed_checkpoint
 from rayfcp.cluster.checkpoints.saving import comparable_model
 from rayfcp.cluster.controller.evaluating import EvaluationRun
 from rayfcp.cluster.controller.following import Watcher, evaluate, without_training
@@ -81,9 +82,11 @@ def reference_sums(
         KeyboardInterrupt: the user stopped it.
     """
     if config.loss.type != "dpo":
-        return {}
+        return References()
     data = open_dataset(config, data_dir=data_dir, eval_dirs=eval_dirs)
-    model = _fingerprint(with_reference_model(config), vocab_size=data.vocab_size)
+    weights = _weights(with_reference_model(config), vocab_size=data.vocab_size)
+    _check_kept(config, weights, log=watcher.log)
+    model = _fingerprint(with_reference_model(config), weights=weights, vocab_size=data.vocab_size)
     folders = ({TRAINING: data_dir} if trains else {}) | dict(eval_dirs)
     parts = _parts(config, data, folders=folders, cache_dir=cache_dir, model=model)
     sums = {part.file: _read(part) for part in parts}
@@ -100,7 +103,7 @@ def reference_sums(
             sums[part.file] = np.where(np.isnan(new), sums[part.file], new)
             _check(config, part, sums[part.file])
         _write(sums, watcher)
-    return {part.name: sums[part.file] for part in parts}
+    return References(sums={part.name: sums[part.file] for part in parts}, weights=weights)
 
 
 class _Apart:
@@ -182,22 +185,47 @@ def _drawn(data: Dataset, index: LengthIndex, *, num_steps: int) -> npt.NDArray[
     return np.flatnonzero(is_drawn)
 
 
-def _fingerprint(reference: Config, *, vocab_size: int) -> str:
+def _weights(reference: Config, *, vocab_size: int) -> dict[str, str]:
+    """Contents of the reference model's weights by tensor, or the seed that they are drawn from."""
+    from rayfcp.execute.state.identity import SEED
+
+    if reference.model.init == "random" or reference.model.path is None:
+        return {SEED: str(reference.run.seed)}
+    from rayfcp.models.pretrained import contents_at
+
+    library, _ = described_model(reference, vocab_size=vocab_size)
+    return contents_at(reference.model.path, library)
+
+
+def _check_kept(config: Config, weights: Mapping[str, str], *, log: Callable[[str], None]) -> None:
+    """Check that a run resumes with the reference model that it began with.
+
+    Raises:
+        ConfigError: Another one, and `checkpoint.accept_other_weights` is not set.
+    """
+    checkpoint = resumed_checkpoint(config)
+    if checkpoint is None:
+        return
+    try:
+        known = read_manifest(checkpoint).weights.get(REFERENCE)
+    except ConfigError:  # damaged; the run says so, and takes an older one if there is one
+        return
+    if known is None:
+        log(f"{checkpoint.name} does not say which reference model it had: this one is taken for the same")
+        return
+    from rayfcp.execute.state.identity import check_contents
+
+    key = "model.path" if config.loss.reference is None else "loss.reference"
+    check_contents(weights, known, config=config, key=key, log=log)
+
+
+def _fingerprint(reference: Config, *, weights: Mapping[str, str], vocab_size: int) -> str:
     """16 hex digits over all that the reference model's numbers depend on. Adapters are not among it: new ones change
     nothing."""
     library, _ = described_model(reference, vocab_size=vocab_size)
     model = reference.model
-    weights: list[Any]
-    if model.init == "random":
-        weights = [reference.run.seed]
-    else:
-        assert model.path is not None, "pretrained weights have a path"
-        folder = Path(locate(model.path, key="model.path")[0])
-        files = sorted(each for each in folder.iterdir() if each.is_file()) if folder.is_dir() else []
-        weights = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-        weights = weights or [model.path, getattr(library, "_commit_hash", None)]  # of the hub
     quantized = (model.lora.quantize, model.lora.targets) if model.lora.quantize else ()
-    parts = [comparable_model(library.to_dict()), weights, model.dtype, quantized]
+    parts = [comparable_model(library.to_dict()), dict(weights), model.dtype, quantized]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

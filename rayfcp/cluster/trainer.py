@@ -3,18 +3,25 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.checkpoints.folder import CheckpointFolder, chosen_checkpoint, first_init
+from rayfcp.cluster.checkpoints.folder import (
+    FROZEN,
+    check_same_model,
+    chosen_checkpoint,
+    first_init,
+    resumed_checkpoint,
+)
+from rayfcp.cluster.checkpoints.saving import comparable_model
 from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.controller.training import Outcome
-from rayfcp.cluster.dataset import described_model
+from rayfcp.cluster.dataset import described_model, model_of_checkpoint
 from rayfcp.cluster.lock import check_free, check_writable
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.recovery.store import SnapshotStore
@@ -179,26 +186,37 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     merge: bool = False,
+    overrides: Sequence[str] = (),
     log: Callable[[str], object] = lambda _: None,
 ) -> Path:
     """Export a checkpoint of a run as a Hugging Face folder, and return it: the newest intact one (damaged ones are
-    logged), or that of `step`. Weights are written in `dtype`, `model.dtype` if absent. Of a run with adapters, these
-    alone as PEFT writes them, or with `merge` the model with them added in.
+    logged), or that of `step`. Weights are written in `dtype`, rounded once; if it is absent, in `model.dtype`, or
+    adapters as they were trained. Of a run with adapters, these alone as PEFT writes them, or with `merge` the model
+    with them added in. `overrides`: `key=value` over the run's configuration, e.g. `model.path` of a base that moved.
 
     Raises:
-        ConfigError: no run or no intact checkpoint in `run_dir`, none of `step`, `out_dir` is not empty, or there are
-            no adapters to `merge`.
+        ConfigError: no run or no intact checkpoint in `run_dir`, none of `step`, `out_dir` is not empty, there are no
+            adapters to `merge`, or the base is another one than the run had.
     """
-    from rayfcp.models.export import export_checkpoint
+    from transformers import AutoConfig
 
-    config = load_config(Path(run_dir) / "config.yaml")
-    if dtype is not None:
-        config = config.changed(model={"dtype": dtype})
+    from rayfcp.models.export import export_checkpoint
+    from rayfcp.models.library import text_of
+
+    config = load_config(Path(run_dir) / "config.yaml", overrides=overrides)
     checkpoint, manifest = chosen_checkpoint(
         Path(run_dir), keep=config.checkpoint.keep, step=step, check=find_damage, log=log
     )
-    vocab_size = int(manifest.model["vocab_size"])
-    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=vocab_size, merge=merge, log=log)
+    # A multimodal model's configuration has its vocabulary in that of its text part.
+    vocab_size = text_of(AutoConfig.for_model(**manifest.model)).vocab_size
+    trained = replace(manifest, model=comparable_model(manifest.model))
+    check_same_model(trained, comparable_model(model_of_checkpoint(config, vocab_size=vocab_size)), resumes=False)
+    is_known = bool(manifest.loss)  # otherwise an earlier release wrote it
+    if not is_known and (merge or config.model.freeze_vision):
+        log(f"{checkpoint.name} does not say which weights were frozen: those of model.path are taken for the same")
+    frozen = manifest.weights.get(FROZEN, {}) if is_known else None
+    given: dict[str, Any] = {"vocab_size": vocab_size, "dtype": dtype, "merge": merge, "frozen": frozen}
+    export_checkpoint(config, checkpoint, out_dir=out_dir, log=log, **given)
     return checkpoint
 
 
@@ -333,11 +351,9 @@ def check_runnable(config: Config) -> None:
 def with_first_init(config: Config) -> Config:
     """Return `config` with `model.init` of the run that it resumes, where the user left it to the default: runs of
     earlier releases began with random weights then."""
-    resume = config.checkpoint.resume
-    if "init" in config.model.model_fields_set or config.model.path is None or resume == "never":
+    if "init" in config.model.model_fields_set or config.model.path is None:
         return config
-    own = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
-    checkpoint = own.latest() if resume == "auto" else Path(resume)
+    checkpoint = resumed_checkpoint(config)
     then = None if checkpoint is None else first_init(checkpoint)
     return config if then in (None, config.model.init) else config.changed(model={"init": then})
 

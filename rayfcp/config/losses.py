@@ -32,6 +32,12 @@ class LossConfig(Section):
     share: Fraction = Field(default=1.0, description="of distillation: of the divergence; the rest is cross entropy")
 
     @property
+    def options(self) -> dict[str, str | float]:
+        """The type, and the numbers that belong to it."""
+        names = [name for name in _KEYS.get(self.type, ()) if name != "reference"]
+        return {name: getattr(self, name) for name in ("type", *names)}
+
+    @property
     def is_of_pairs(self) -> bool:
         """True if a row is a preferred and another answer."""
         return ROWS[self.type] == "pairs"

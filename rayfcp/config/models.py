@@ -375,6 +375,9 @@ class CheckpointConfig(Section):
     keep: Count = 2
     max_failures: int = Field(default=3, ge=0, description="saves that may fail one after the other; one more stops")
     resume: str = Field(default="auto", description="auto, never, or a checkpoint folder")
+    accept_other_weights: bool = Field(
+        default=False, description="go on where frozen weights or the reference model are others than the checkpoint's"
+    )
 
 
 class ProfilerConfig(Section):

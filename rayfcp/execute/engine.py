@@ -153,6 +153,7 @@ class RankEngine:
         return Joined(
             process_groups=len(groups.made) + 1,  # and the default group
             process_group_s=groups.seconds,
+            weights=module.read_weights,
         )
 
     def _interpreter(

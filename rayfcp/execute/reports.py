@@ -14,7 +14,7 @@ from rayfcp.config import ConfigError
 from rayfcp.data.rows import BadRow
 from rayfcp.program import Piece
 from rayfcp.values import PairStats, Span, StateId
-from rayfcp.values.state import ShardEntry
+from rayfcp.values.state import Box, ShardEntry
 
 
 class StepProgress:
@@ -104,11 +104,21 @@ class DeviceFullError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadWeight:
+    """The part in `box` of a tensor that is not trained and was read from files; `content` as `identity` defines it."""
+
+    name: str
+    box: Box
+    content: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """Process groups that a device made for a generation, and the seconds that it took."""
+    """Process groups that a device made for a generation, and the seconds that it took; the weights that it read."""
 
     process_groups: int
     process_group_s: float
+    weights: tuple[ReadWeight, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

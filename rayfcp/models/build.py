@@ -16,6 +16,7 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.cost.stages import split_layers
 from rayfcp.execute.parallel.groups import ProcessGroups
 from rayfcp.execute.parallel.sharding import local_shard, prefetch_next, shard, stage_mesh
+from rayfcp.execute.reports import ReadWeight
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.attention_hook import IMPLEMENTATION, compile_around_attention
 from rayfcp.models.causal_lm import CausalLM
@@ -204,34 +205,42 @@ def random_model(
     initializer = Initializer(model, seed=seed)
     model.to_empty(device="cpu")
     model.tie()
-    _fill_first(model, initializer, config=config, path=path)
+    model.read_weights = _fill_first(model, initializer, config=config, path=path)
     return model
 
 
 @torch.no_grad()
-def first_buffers(config: PreTrainedConfig, *, dtype: str, path: str | None) -> dict[str, Tensor]:
-    """The `kept_buffers` of a run's model by the library's names, on the CPU: those of `path` if that is given."""
+def first_untrained(
+    config: PreTrainedConfig, *, dtype: str, path: str | None
+) -> tuple[dict[str, Tensor], tuple[ReadWeight, ...]]:
+    """Return what no checkpoint of a run has, by the library's names, on the CPU: `kept_buffers`, and parameters that
+    the family does not train. They are those of `path` if that is given; then also return the contents of these."""
     model = empty_model(config, dtype=dtype)
     initializer = Initializer(model, seed=0)
     for module in model.modules():
         held = {name: each for name, each in module._buffers.items() if each is not None}
         module._buffers.update({name: torch.empty_like(each, device="cpu") for name, each in held.items()})
-    _fill_first(model, initializer, config=config, path=path, only_frozen=True)
-    return kept_buffers(model.model)
+        for name, each in module._parameters.items():
+            if each is not None and not each.requires_grad:
+                setattr(module, name, nn.Parameter(torch.empty_like(each, device="cpu"), requires_grad=False))
+    read_weights = _fill_first(model, initializer, config=config, path=path, only_frozen=True)
+    frozen = {name: each.detach() for name, each in model.model.named_parameters() if not each.requires_grad}
+    return kept_buffers(model.model) | frozen, read_weights
 
 
 def _fill_first(
     model: CausalLM, initializer: Initializer, *, config: PreTrainedConfig, path: str | None, only_frozen: bool = False
-) -> None:
-    """Initial weights: those of adapters drawn, the others from `path` or drawn too, a reward model's head where the
-    files have none; and all buffers. `only_frozen`: of parameters that are not trained alone."""
+) -> tuple[ReadWeight, ...]:
+    """Fill in initial weights: those of adapters drawn, the others from `path` or drawn too, a reward model's head
+    where the files have none; and all buffers. `only_frozen`: of parameters that are not trained alone. Return what was
+    read from files and is not trained."""
     names = {name for name, each in model.named_parameters() if not (only_frozen and each.requires_grad)}
     drawn = {name for name in names if MARK in name or name.startswith(f"model.{REWARD_HEAD}.")}
     initializer.fill(model, names=drawn if path else names)
-    if path:
-        fill_pretrained(model.model, path, config=config, only_frozen=only_frozen)
+    found = fill_pretrained(model.model, path, config=config, only_frozen=only_frozen) if path else ()
     if any(MARK in name for name in names):
         lora_module().set_norms(model)
+    return found
 
 
 def sharded_model(
@@ -269,7 +278,7 @@ def sharded_model(
     prefetch_next(model.layers)
     model.to_empty(device=world.device)
     path = run.path if run.init == "pretrained" else None
-    _fill_first(model, initializer, config=config, path=path, only_frozen=empty)
+    model.read_weights = _fill_first(model, initializer, config=config, path=path, only_frozen=empty)
     if compiled:
         compile_parts(model)
     return model

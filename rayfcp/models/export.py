@@ -18,7 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig, has_weights
-from rayfcp.models.build import DTYPES, first_buffers, random_model
+from rayfcp.execute.reports import ReadWeight
+from rayfcp.execute.state.identity import check_contents, first_weights
+from rayfcp.models.build import DTYPES, first_untrained, random_model
 from rayfcp.models.describe import configured_model
 from rayfcp.models.export_files import (
     Log,
@@ -58,17 +60,25 @@ def export_checkpoint(
     *,
     out_dir: str | Path,
     vocab_size: int,
+    dtype: str | None = None,
     merge: bool = False,
+    frozen: Mapping[str, str] | None = None,
     log: Log = lambda _: None,
 ) -> None:
-    """Write a model that the library opens: weights (safetensors, in `model.dtype`), including those of `model.path`
-    that were not trained, configurations, and the files beside them (`export_files`). A run with adapters exports only
-    these, in PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is
-    changed or left out. Needs memory for one file and one layer, or for the whole model if parameters that were not
-    trained are written.
+    """Write a model that the library opens: weights (safetensors), including those of `model.path` that were not
+    trained, configurations, and the files beside them (`export_files`). A run with adapters exports only these, in
+    PEFT's format, or with `merge` the model with them added in. `log` gets a line for each thing that is changed or
+    left out. Needs memory for one file and one layer, or for the whole model if parameters that were not trained are
+    written.
+
+    Args:
+        dtype: Precision to which each number is rounded, once; if absent, `model.dtype`, and of adapters alone that in
+            which they were trained.
+        frozen: Contents of the weights that were not trained; None if they are not known.
 
     Raises:
-        ConfigError: `out_dir` is not empty, or there are no adapters to `merge`.
+        ConfigError: `out_dir` is not empty, there are no adapters to `merge`, or weights that were not trained are
+            others now.
     """
     target, has_adapters = Path(out_dir), config.model.lora.rank is not None
     if target.exists() and any(target.iterdir()):
@@ -85,41 +95,42 @@ def export_checkpoint(
     ends = [] if tokenizer is None else end_tokens(config.data, tokenizer=tokenizer)
     ends = [end for end in ends if end < vocab_size and library.can_generate()]
     if has_adapters and not merge:
-        _write_adapters(config, library, Path(checkpoint), target, part=part)
+        _write_adapters(config, library, Path(checkpoint), target, dtype=dtype, part=part)
         if tokenizer is not None and tokenizer.library is not None:
             tokenizer.library.save_pretrained(target)
         if config.model.path is not None and ends:
             log_ends(library.config, path=config.model.path, ends=ends, log=log)
     else:
-        _write_model(config, library, Path(checkpoint), target, described=described, part=part, ends=ends, log=log)
+        held = _held(config, described, Path(checkpoint), dtype=dtype or run.dtype, frozen=frozen, log=log)
+        options: dict[str, Any] = {"dtype": dtype or run.dtype, "described": described, "part": part, "ends": ends}
+        _write_model(run, library, Path(checkpoint), target, held=held, log=log, **options)
         copy_files(config, target, tokenizer=tokenizer, log=log)
     if tokenizer is not None:
         write_chat_template(config.data, target, tokenizer=tokenizer, log=log)
 
 
 def _write_model(
-    config: Config,
+    run: ModelConfig,
     library: Any,
     checkpoint: Path,
     target: Path,
     *,
+    held: Mapping[str, Source],
+    dtype: str,
     described: PreTrainedConfig,
     part: TextPart | None,
     ends: Sequence[int],
     log: Log,
 ) -> None:
-    run = config.model
-    whole = run.lora.rank is not None or run.freeze_vision
-    held: Mapping[str, Source] = _held(config, described, checkpoint, whole=whole)
     if part is not None:
         held = {part.outer(name) or name: each for name, each in held.items()} | other_weights(part, str(run.path))
-    carried, dtype = _carried(run, library, described, part=part, log=log), DTYPES[run.dtype]
-    tensors = _as_in_files(library, checkpoint, dtype=dtype, held=held, part=part)
-    others = ((name, each.to(dtype) if each.dtype in DTYPES_OF_FILES else each) for name, each in carried.items())
+    carried, kind = _carried(run, library, described, part=part, log=log), DTYPES[dtype]
+    tensors = _as_in_files(library, checkpoint, dtype=kind, held=held, part=part)
+    others = ((name, each.to(kind) if each.dtype in DTYPES_OF_FILES else each) for name, each in carried.items())
     _write_weights(chain(tensors, others), target)
     _drop_drafts(library.config, carried, log=log)
     library.config.architectures = [type(library).__name__]
-    library.config.dtype = text_of(library.config).dtype = run.dtype
+    library.config.dtype = text_of(library.config).dtype = dtype
     set_ends(library.config, ends)
     library.config.save_pretrained(target)
     if library.can_generate():
@@ -180,31 +191,57 @@ def _set_padding(config: PreTrainedConfig, tokenizer: Any) -> None:
         config.pad_token_id = pad
 
 
-def _write_adapters(config: Config, library: Any, checkpoint: Path, folder: Path, *, part: TextPart | None) -> None:
-    """Adapters in the precision in which they were trained; the model's configuration, where it is not the base's."""
-    if config.model.rope.type is not None:
-        library.config.save_pretrained(folder)
-    settings = lora_module().inject(library, config.model.lora)
-    dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-    trained = {name: each for name, each in library.named_parameters() if each.requires_grad}
-    tensors = {name: torch.empty(each.shape, dtype=dtype) for name, each in trained.items()}
-    _load({_PREFIX + _own_name(name, part): each for name, each in tensors.items()}, checkpoint)
-    base = config.model.path if config.model.init == "pretrained" else None
-    lora_module().save(library, tensors, settings=settings, folder=folder, base=base)
-
-
-def _held(config: Config, library: PreTrainedConfig, checkpoint: Path, *, whole: bool) -> dict[str, Tensor]:
-    """What is not taken from the checkpoint as it is there: with `whole` everything, otherwise buffers, which none
-    has."""
-    if whole:
-        return _whole_state(config, library, checkpoint)
+def _write_adapters(
+    config: Config, library: Any, checkpoint: Path, folder: Path, *, dtype: str | None, part: TextPart | None
+) -> None:
+    """Write adapters, in the precision in which they were trained if `dtype` is absent; a page that says how to open
+    the base for them; the model's configuration, where it is not the base's."""
     run = config.model
-    return first_buffers(library, dtype=run.dtype, path=run.path if run.init == "pretrained" else None)
+    if run.rope.type is not None:
+        library.config.save_pretrained(folder)
+    settings = lora_module().inject(library, run.lora)
+    wide = torch.float64 if run.dtype == "float64" else torch.float32
+    trained = {name: each for name, each in library.named_parameters() if each.requires_grad}
+    tensors = {name: torch.empty(each.shape, dtype=wide) for name, each in trained.items()}
+    _load({_PREFIX + _own_name(name, part): each for name, each in tensors.items()}, checkpoint)
+    tensors = {name: each.to(DTYPES[dtype] if dtype else wide) for name, each in tensors.items()}
+    base = run.path if run.init == "pretrained" else None
+    lora_module().save(library, tensors, settings=settings, folder=folder, base=base)
+    if base is not None:
+        lora_module().write_page(library, run, folder=folder, base=base)
 
 
-def _whole_state(config: Config, library: PreTrainedConfig, checkpoint: Path) -> dict[str, Tensor]:
-    """Weights by the library's names: those that were trained from the checkpoint, adapters added in, and the others
-    where the run had them from."""
+def _held(
+    config: Config,
+    library: PreTrainedConfig,
+    checkpoint: Path,
+    *,
+    dtype: str,
+    frozen: Mapping[str, str] | None,
+    log: Log,
+) -> dict[str, Tensor]:
+    """Return what is not taken from the checkpoint as it is there: everything if parameters were not trained, otherwise
+    buffers, which none has.
+
+    Raises:
+        ConfigError: What is read from `model.path` is not `frozen`.
+    """
+    run = config.model
+    if run.lora.rank is not None or run.freeze_vision:
+        held, read = _whole_state(config, library, checkpoint, dtype=DTYPES[dtype])
+    else:
+        held, read = first_untrained(library, dtype=run.dtype, path=run.path if run.init == "pretrained" else None)
+    if frozen is not None:
+        found = first_weights(run, seed=config.run.seed, read=read)
+        check_contents(found, frozen, config=config, key="model.path", log=log)
+    return held
+
+
+def _whole_state(
+    config: Config, library: PreTrainedConfig, checkpoint: Path, *, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], tuple[ReadWeight, ...]]:
+    """Return weights by the library's names: those that were trained from the checkpoint, adapters added in and the
+    sums rounded to `dtype`, and the others as the run had them; and the contents of these."""
     run = config.model
     model = random_model(
         library,
@@ -216,7 +253,9 @@ def _whole_state(config: Config, library: PreTrainedConfig, checkpoint: Path) ->
     )
     trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
     _load({f"model.{name}": each.data for name, each in trained}, checkpoint)
-    return lora_module().merged(model.model) if run.lora.rank is not None else dict(model.model.state_dict())
+    has_adapters = run.lora.rank is not None
+    held = lora_module().merged(model.model, dtype=dtype) if has_adapters else dict(model.model.state_dict())
+    return held, model.read_weights
 
 
 def _load(state: dict[str, Tensor], checkpoint: Path) -> None:

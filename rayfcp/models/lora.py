@@ -18,9 +18,11 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from rayfcp.config import ConfigError
 from rayfcp.config.adapting import LoraConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.models.library import (
     MARK,
@@ -42,6 +44,8 @@ _PREFIX = "base_model.model."
 
 ADAPTER = "default"
 """Name of the one adapter, part of the names of its parameters."""
+
+PAGE = "README.md"
 
 _ALL = "all-linear"
 
@@ -285,11 +289,61 @@ def save(library: Any, tensors: dict[str, Tensor], *, settings: PeftConfig, fold
     settings.save_pretrained(str(folder))
 
 
-def merged(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of a whole model with its adapters added in, by the library's names; the model is changed."""
+def write_page(library: Any, run: ModelConfig, *, folder: Path, base: str) -> None:
+    """Write how to open the weights at `base` as the run had them, and an injected model's adapters in `folder`."""
+    lines = ["import torch", "from peft import PeftModel"]
+    options = [f"dtype=torch.{run.dtype}"]
+    names = [type(library).__name__]
+    if has_reward_head(library.config):
+        options.append("num_labels=1")
+    if run.rope.type is not None:
+        names.append("AutoConfig")
+        options.append(f"config=AutoConfig.from_pretrained({str(folder)!r})")
+    packing: list[str] = []
+    if run.lora.quantize is not None:
+        names.append("BitsAndBytesConfig")
+        options.append("quantization_config=packed")
+        packing = [
+            "packed = BitsAndBytesConfig(",
+            '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.' + run.dtype + ",",
+            f"    llm_int8_skip_modules={_not_packed(library)},",
+            ")",
+        ]
+    lines += [f"from transformers import {', '.join(sorted(names))}", "", *packing]
+    lines += [
+        f"base = {names[0]}.from_pretrained({base!r}, {', '.join(options)})",
+        f"model = PeftModel.from_pretrained(base, {str(folder)!r})",
+    ]
+    code = "\n".join(lines)
+    head = f"---\nlibrary_name: peft\nbase_model: {base}\n---\n\n"
+    told = "Adapters that rayfcp trained. This opens the base as they were trained beside it:\n\n"
+    (folder / PAGE).write_text(f"{head}{told}```python\n{code}\n```\n", encoding="utf-8")
+
+
+def _not_packed(library: Any) -> list[str]:
+    """Names by which transformers finds the linear layers that have no adapters, and no others: ends of names, or
+    beginnings where a layer with adapters has the same end."""
+    wrapped = [name for name, module in library.named_modules() if isinstance(module, LoraLayer)]
+    found = set()
+    for name, module in library.named_modules():
+        if not isinstance(module, nn.Linear | Conv1D) or any(name.startswith(f"{each}.") for each in wrapped):
+            continue
+        parts = name.split(".")
+        starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        start = next(each for each in starts if not any(f"{other}.".startswith(f"{each}.") for other in wrapped))
+        found.add(start if any(other.endswith(parts[-1]) for other in wrapped) else parts[-1])
+    return sorted(found)
+
+
+def merged(model: nn.Module, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights of a whole model by the library's names, with its adapters added in: in the adapters' precision, and then
+    rounded to `dtype`. The model is changed."""
     for module in model.modules():
         if isinstance(module, LoraLayer):
             if isinstance(base := module.get_base_layer(), Nf4Linear):
                 module.base_layer = base.unpack()
+            weight = module.get_base_layer().weight
+            weight.data = weight.data.to(module.lora_A[ADAPTER].weight.dtype)
             module.merge()
+            module.get_base_layer().weight.data = module.get_base_layer().weight.data.to(dtype)
     return {library_name(name): value for name, value in model.state_dict().items() if MARK not in name}

@@ -26,6 +26,8 @@ from rayfcp.config import ConfigError
 from rayfcp.config.models import WEIGHT_SUFFIXES
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
+from rayfcp.execute.reports import ReadWeight
+from rayfcp.execute.state.identity import contents_of, read_weight
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.library import (
     QUANTIZATION,
@@ -278,10 +280,12 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, only_frozen: bool = False) -> None:
+def fill_pretrained(
+    model: nn.Module, path: str, *, config: PreTrainedConfig, only_frozen: bool = False
+) -> tuple[ReadWeight, ...]:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
     sharded tensors this device's part; not those of adapters, nor a reward model's head if the files are of a causal
-    LM. No communication. `only_frozen`: of the parameters, only those that are not trained.
+    LM. No communication. `only_frozen`: of the parameters, only those that are not trained. Return what is not trained.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
@@ -290,8 +294,17 @@ def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig, on
     packed = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, Nf4Linear)}
     own: dict[str, Tensor | Nf4Linear] = {**dict(held), **packed}
     own |= kept_buffers(model)
-    if own:
-        _fill(own, config, WeightFiles(path))
+    return _fill(own, config, WeightFiles(path)) if own else ()
+
+
+def contents_at(path: str, config: PreTrainedConfig) -> dict[str, str]:
+    """Return the contents of all weights at `path` for a model of `config`, each read once; by the library's names.
+
+    Raises:
+        ConfigError: As `fill_pretrained`.
+    """
+    library = library_on_meta(config).requires_grad_(False)
+    return contents_of(_fill({**dict(library.named_parameters()), **kept_buffers(library)}, config, WeightFiles(path)))
 
 
 def other_weights(part: TextPart, path: str) -> dict[str, Source]:
@@ -311,9 +324,11 @@ def carried_weights(path: str, library: Any, *, part: TextPart | None) -> tuple[
     return {name: files.stored(name) for name in found.ignored}, found.useless
 
 
-def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files: WeightFiles) -> None:
+def _fill(
+    own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files: WeightFiles
+) -> tuple[ReadWeight, ...]:
     """Overwrite tensors, and packed weights, by their names in the model of `config`; those that the library's model
-    lacks are left alone."""
+    lacks are left alone. Return what is not trained, also of tensors on the meta device."""
     part = part_at(files.path, config)
     library = library_on_meta(config) if part is None else part.whole
     named = ((library_name(name), each) for name, each in own.items())
@@ -322,6 +337,7 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
     wanted = {alias: each for name, each in placed for alias in aliases.get(name or "", ())}
     shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
     filled: dict[int, str] = {}
+    frozen = []
     for name, source in _sources(files, library, wanted=wanted.keys(), part=part):
         if tuple(source.shape) != shapes[name]:
             shape, wanted_shape = list(source.shape), list(shapes[name])
@@ -329,24 +345,31 @@ def _fill(own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files
         target = wanted[name]
         first = filled.setdefault(id(target), name)
         if isinstance(target, Nf4Linear):
-            if target.box.num_elements:
-                target.pack(read(source, target.box))
+            box, local, is_trained = target.box, local_shard(target.codes), False
+        else:
+            box, local, is_trained = own_box(target), local_shard(target), target.requires_grad
+        if files.headers_only or not box.num_elements:
             continue
-        local = local_shard(target)
-        if files.headers_only or not local.numel():
-            continue
-        value = read(source, own_box(target))
-        if first == name:
+        value = read(source, box)
+        value = value if local.is_meta else value.to(local.device)
+        if first == name and not is_trained:
+            frozen.append(read_weight(aliases[name][0], value, box=box))
+        if isinstance(target, Nf4Linear):
+            target.pack(value)
+        elif first == name:
             local.copy_(value)
-        elif not torch.equal(local, value.to(local)):
+        elif not local.is_meta and not torch.equal(local, value.to(local)):
             raise files.error(
                 f"{name} and {first} differ, but its config.json ties them; set tie_word_embeddings to false there"
             )
-    missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in filled)
-    if has_reward_head(library.config) and not is_saved_classifier(library.config):
-        missing = [name for name in missing if not name.startswith(f"{REWARD_HEAD}.")]  # it is drawn
-    if missing:
+    if missing := _needed((name for name, tensor in wanted.items() if id(tensor) not in filled), library.config):
         raise files.misfit(f"its files lack {listed(missing)}")
+    return tuple(frozen)
+
+
+def _needed(names: Iterable[str], config: PreTrainedConfig) -> list[str]:
+    is_drawn = has_reward_head(config) and not is_saved_classifier(config)
+    return sorted(name for name in names if not (is_drawn and name.startswith(f"{REWARD_HEAD}.")))
 
 
 def aliases_of(library: Any) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,5 +79,19 @@ def test_losses_and_files(folder: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     other = staged.changed(model={"lora": {"rank": 4, "alpha": 8, "dora": True}}, train={"steps": STEPS + 1})
-    with pytest.raises(ConfigError, match=r"model lora is .*; a resumed run keeps its model"):
+    with pytest.raises(ConfigError, match=r"^model.lora.quantize is None, the checkpoint's is 'nf4'; a resumed run"):
         FlexTrainer(other).fit()
+    # The base in another folder is the same; another one is not.
+    (folder / "base").rename(folder / "moved")
+    moved = staged.changed(
+        model={"path": str(folder / "moved")}, train={"steps": STEPS + 1}, cluster={"num_workers": 2}
+    )
+    FlexTrainer(moved).fit()
+    assert len(steps_of(moved)) == STEPS + 1
+    held = load_file(folder / "moved" / "model.safetensors")
+    held["model.layers.0.self_attn.q_proj.weight"].view(torch.int32)[0, 0] ^= 1
+    save_file(held, folder / "moved" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"with other weights than the run began with \(model.layers.0.self_attn.q_proj"
+    ):
+        FlexTrainer(moved.changed(train={"steps": STEPS + 2})).fit()

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
+from transformers import AutoModelForImageTextToText
 
-from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.decoders import Decoders, fetched
 from rayfcp.cluster.planning.measured import analytic_cost
@@ -89,6 +91,9 @@ def test_the_example_trains(images: Path) -> None:
     summary = summary_of(config.run_dir)
     assert summary is not None and "1 row with a broken image" in format_summary(summary, run_dir=config.run_dir)
     assert "Broken images" in Path(config.run_dir, "report.html").read_text()
+    export_run(config.run_dir, out_dir=images / "exported")
+    exported = AutoModelForImageTextToText.from_pretrained(images / "exported")
+    assert exported.generate(torch.arange(3, 9)[None], max_new_tokens=2, min_new_tokens=2).shape == (1, 8)
 
 
 class Storage(Trouble):

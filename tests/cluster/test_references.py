@@ -2,18 +2,23 @@
 model on the same samples. The run that computes them is replaced by numbers of samples; `test_preferences` has it."""
 
 import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.cluster import references
+from rayfcp.cluster.checkpoints.folder import REFERENCE, CheckpointFolder, Manifest
 from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun
-from rayfcp.cluster.dataset import TRAINING, Dataset, References, open_dataset
+from rayfcp.cluster.dataset import TRAINING, Dataset, References, Sums, open_dataset
 from rayfcp.cluster.references import reference_sums
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import prepared_data, prepared_sets
@@ -71,15 +76,21 @@ class Computed:
         self.configs.append(config)
         return Evaluated(step=0, results={}, seconds=0.0, sums=sums, terms={})
 
-    def of(self, config: Config) -> References:
+    def of(self, config: Config) -> Sums:
         """The sums that a run gets."""
+        return self.references_of(config).sums
+
+    def references_of(self, config: Config) -> References:
+        self.said: list[str] = []
         self.asked = {}
         quiet: dict[str, Any] = {"log": lambda _: None}
         data_dir, eval_dirs = prepared_data(config, **quiet), prepared_sets(config, **quiet)
         given: dict[str, Any] = {"eval_dirs": eval_dirs, "runtime": RayRuntime(), "watcher": Trouble()}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(references, "evaluate", self)
-            return reference_sums(config, data_dir, cache_dir=str(self._cache), **given)
+            found = reference_sums(config, data_dir, cache_dir=str(self._cache), **given)
+        self.said = given["watcher"].lines
+        return found
 
 
 def empty(folder: Path) -> Path:
@@ -137,7 +148,7 @@ def test_what_changes_a_sum_computes_it_again(folder: Path) -> None:
     weights = model / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 10**9))
     computed.of(loaded)
-    assert computed.asked, "other files"
+    assert not computed.asked, "the same contents"
 
 
 def test_evaluation_sets_have_sums_of_what_is_evaluated(folder: Path) -> None:
@@ -202,3 +213,62 @@ def test_pairs_of_a_mixture(folder: Path) -> None:
     assert computed.asked == {"training": sorted(drawn(config, data))}
     assert {name for step in (1, 2) for name in data.sampler.batch(step).by_source} == {"pairs", "others"}
     assert data.sampler.batch(2).reference == tuple(float(each.id) for each in data.sampler.batch(2).samples)
+
+
+def checkpoint_of(config: Config, weights: Mapping[str, str] | None) -> None:
+    """Write the manifest of a checkpoint of a run, by an earlier release without `weights`."""
+    folders = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=1)
+    folders.open()
+    unfinished = folders.unfinished(3)
+    unfinished.mkdir()
+    held = {} if weights is None else {"loss": {"type": "dpo"}, "weights": {REFERENCE: dict(weights)}}
+    folders.commit(unfinished, Manifest(step=3, world_size=1, model={}, data={}, files=(), **held))
+
+
+@pytest.mark.parametrize("key", ["model", "loss"])
+def test_a_run_keeps_its_reference_model(folder: Path, tmp_path: Path, key: str) -> None:
+    """Found by content, before anything is computed: a copy elsewhere is the same model, another seed another."""
+    computed = Computed(empty(folder))
+    base = tmp_path / "base"
+    shutil.copytree(folder / "model", base)
+
+    def config_at(path: Path) -> Config:
+        given = {"model": {"path": str(path)}} if key == "model" else {"loss": {"reference": str(path)}}
+        return config_of(folder, data={"tokenizer": "bytes"}, **given).changed(run={"dir": str(tmp_path / "run")})
+
+    config = config_at(base)
+    first = computed.references_of(config)
+    assert computed.asked and len(first.weights) > 10
+    checkpoint_of(config, first.weights)
+    base.rename(tmp_path / "moved")
+    moved = config_at(tmp_path / "moved")
+    assert computed.references_of(moved).weights == first.weights
+    assert not computed.asked and not computed.said
+    file = tmp_path / "moved" / "model.safetensors"
+    tensors, times = load_file(file), file.stat()
+    tensors["model.norm.weight"].view(torch.int32)[7] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    name = "model.path" if key == "model" else "loss.reference"
+    with pytest.raises(
+        ConfigError, match=rf"^{name} is '.*moved', with other weights than the run began with \(model\.norm"
+    ):
+        computed.of(moved)
+    assert not computed.asked
+    computed.of(moved.changed(checkpoint={"accept_other_weights": True}))
+    assert computed.asked, "sums of another model"
+    assert [line for line in computed.said if "accepted by checkpoint.accept_other_weights" in line]
+    checkpoint_of(config, None)
+    computed.of(moved)
+    assert computed.said == ["step-00000003 does not say which reference model it had: this one is taken for the same"]
+
+
+def test_another_seed_is_another_reference(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder).changed(run={"dir": str(tmp_path / "run")})
+    computed = Computed(empty(folder))
+    checkpoint_of(config, computed.references_of(config).weights)
+    computed.of(config)
+    with pytest.raises(
+        ConfigError, match=r"^run\.seed is 5, with other weights than the run began with \(run\.seed, 1 in all"
+    ):
+        computed.of(config.changed(run={"seed": 5}))

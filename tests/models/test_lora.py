@@ -165,6 +165,7 @@ def test_peft_opens_an_export_with_equal_logits(what: str, dora: bool, tmp_path:
     out = tmp_path / "adapter"
     export_checkpoint(config, tmp_path / "checkpoint", out_dir=out, vocab_size=VOCAB)
     assert sorted(file.name for file in out.iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]

@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
+from rayfcp.execute.reports import ReadWeight
+from rayfcp.execute.state.identity import contents_of
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models import pretrained
 from rayfcp.models.build import sharded_model
 from rayfcp.models.library import vision_family
-from rayfcp.models.pretrained import fill_pretrained, read
+from rayfcp.models.pretrained import contents_at, fill_pretrained, read
 from tests.execute.gloo import joined, on_processes
 from tests.models.folders import saved
 
@@ -52,12 +54,14 @@ RUNS = (
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Model that a device loaded from a folder: parameters that differ from what was saved; elements held, of the
-    model, and read."""
+    model, and read; contents of what it read, and of the whole folder."""
 
     wrong: tuple[str, ...]
     num_held: int
     num_whole: int
     num_read: int
+    weights: tuple[ReadWeight, ...]
+    contents: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +102,12 @@ def _load(folder: Path, world: ProcessGroups) -> Device:
         patch.setattr(
             pretrained, "own_box", lambda target: (sizes.append(own_box(target).num_elements), own_box(target))[1]
         )
-        fill_pretrained(model.model, path, config=config)
+        weights = fill_pretrained(model.model.requires_grad_(False), path, config=config)
     num_whole = sum(each.numel() for each in want.values())
-    return Device(wrong=tuple(wrong), num_held=num_held, num_whole=num_whole, num_read=sum(sizes))
+    same = contents_at(path, config)
+    return Device(
+        wrong=tuple(wrong), num_held=num_held, num_whole=num_whole, num_read=sum(sizes), weights=weights, contents=same
+    )
 
 
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=lambda index: f"{RUNS[index].what} {index}")
@@ -110,3 +117,4 @@ def test_devices_hold_their_parts_and_read_nothing_else(index: int, found: list[
     for device in devices:
         assert not device.wrong
         assert device.num_read == device.num_held < 0.7 * device.num_whole
+    assert contents_of(part for device in devices for part in device.weights) == devices[0].contents

@@ -7,11 +7,12 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayfcp.config import ConfigError
+from rayfcp.config import Config, ConfigError
+from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.loading import read_mapping
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.reports import FileSum
@@ -20,6 +21,13 @@ MANIFEST = "manifest.json"
 _FINISHED = "step-"
 _UNFINISHED = ".unfinished-"
 _HIDDEN = f"{_UNFINISHED}removed-"
+FROZEN, REFERENCE = "frozen", "reference"
+"""Keys of `Manifest.weights`: what is not trained of the model, and the reference model of the loss."""
+_LATER = ("loss", "weights")
+"""Fields of manifests that earlier releases did not write."""
+_LORA = "model.lora"
+_MAX_NAMED = 3
+"""Keys of the model in an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +35,8 @@ class Manifest:
     """Manifest of a checkpoint after `step` updates; written last, so a folder with a manifest is complete.
 
     `model` and `data` (with the sampler's state) must be the same when a run resumes. `files`: checksums of all other
-    files of the folder.
+    files of the folder. `loss`: its options. `weights`: contents of weights that are in no checkpoint, by tensor. Both
+    are empty in checkpoints of earlier releases.
     """
 
     step: int
@@ -35,6 +44,8 @@ class Manifest:
     model: dict[str, Any]
     data: dict[str, Any]
     files: tuple[FileSum, ...]
+    loss: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class CheckpointFolder:
@@ -161,20 +172,51 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
-def check_same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    """Check that a run resumes with the model of the checkpoint.
+def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: bool = True) -> None:
+    """Check that a run resumes with the model of the checkpoint. If it does not resume, keys of the library that only
+    one of them has, e.g. from another version, do not matter.
 
     Raises:
-        ConfigError: another model; names its type, or the first key that differs.
+        ConfigError: another model; names its type, or the first keys that differ.
     """
-    keys = manifest.model.keys() | model.keys()
-    for key in sorted(keys, key=lambda key: (key != "model_type", key)):
-        then, now = manifest.model.get(key), model.get(key)
-        if then != now:
-            raise ConfigError(
-                f"model {key} is {now!r}, the checkpoint's is {then!r}; a resumed run keeps its model "
-                "(use another run.name, or checkpoint.resume=never)"
-            )
+    then, now = _by_key(manifest.model), _by_key(model)
+    keys = sorted(then.keys() | now.keys(), key=lambda key: (key != "model_type", key))
+    kept = [key for key in keys if resumes or key.startswith("model.") or (key in then and key in now)]
+    changed = [key for key in kept if then.get(key) != now.get(key)]
+    if not changed:
+        return
+    ranks = f"{_LORA}.rank"
+    without_adapters = ranks in changed and None in (then.get(ranks), now.get(ranks))
+    named = [ranks] if without_adapters else changed[: 1 if changed[0] == "model_type" else _MAX_NAMED]
+    told = [f"{key} is {now.get(key)!r}, the checkpoint's is {then.get(key)!r}" for key in named]
+    raise ConfigError(
+        f"{'' if named[0].startswith('model.') else 'model '}{'; '.join(told)}; a resumed run keeps its model (use "
+        "another run.name, or checkpoint.resume=never)"
+    )
+
+
+def _by_key(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a checkpointed model by key, with dots below sections; those of adapters are equal exactly if the
+    adapters are."""
+    found: dict[str, Any] = {}
+    for key, value in model.items():
+        if key == "lora":
+            lora = LoraConfig.model_validate(value)
+            same = {"alpha": lora.alpha or lora.rank, "targets": sorted({*lora.targets})}
+            found |= {f"{_LORA}.{name}": each for name, each in (lora.model_dump(mode="json") | same).items()}
+        elif isinstance(value, Mapping) and value:
+            found |= {f"{key}.{name}": each for name, each in _by_key(value).items()}
+        else:
+            found["model.freeze_vision" if key == "freeze_vision" else key] = value
+    return found
+
+
+def resumed_checkpoint(config: Config) -> Path | None:
+    """Return the folder of the checkpoint that a run resumes from, before it is checked; None without one."""
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep).latest()
+    return None if resume == "never" else Path(resume)
 
 
 def first_init(checkpoint: Path) -> str | None:
@@ -204,7 +246,7 @@ def check_same_weights(checkpoint: Path, model: ModelConfig) -> None:
 
 def _text(manifest: Manifest) -> str:
     """JSON with the `crc32` of the same text without it."""
-    fields = dataclasses.asdict(manifest)
+    fields = {name: value for name, value in dataclasses.asdict(manifest).items() if value or name not in _LATER}
     return json.dumps(fields | {"crc32": zlib.crc32(json.dumps(fields, indent=1).encode())}, indent=1)
 
 

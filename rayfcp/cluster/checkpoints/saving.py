@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster.checkpoints.folder import (
+    FROZEN,
+    REFERENCE,
     Check,
     CheckpointFolder,
     Manifest,
@@ -29,7 +31,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import TrainConfig
 from rayfcp.data import Sampler
 from rayfcp.elastic.recoverable import RecoverableState
-from rayfcp.execute.reports import FileSum, SavedPart, find_wrong_size
+from rayfcp.execute.reports import FileSum, Joined, SavedPart, find_wrong_size
 from rayfcp.execute.state.saving import CopyMissingError
 from rayfcp.telemetry.events import COUNTERS_FILE
 from rayfcp.telemetry.metrics import MetricsExporter
@@ -47,6 +49,7 @@ class Resume:
     Args:
         owner: id of this controller, which no earlier one had.
         trains: whether the run goes on with the checkpoint's samples and the state of its optimizer.
+        reference: contents of the weights of the reference model, by tensor.
 
     Raises:
         ConfigError: the checkpoint named by the user is damaged, none is intact, or it is of another model or data.
@@ -61,8 +64,12 @@ class Resume:
         model: dict[str, Any],
         log: Callable[[str], None],
         trains: bool = True,
+        reference: Mapping[str, str] | None = None,
     ) -> None:
         self._trains = trains
+        self._reference = dict(reference or {})
+        self._manifest: Manifest | None = None
+        self._frozen: dict[str, str] | None = None
         self._config, self.sampler, self._log = config, sampler, log
         self.folder = CheckpointFolder(
             Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{owner}-"
@@ -93,6 +100,41 @@ class Resume:
 
             if changed := changed_options(self.source, step=self.step, config=self._config.train):
                 self._log(f"resumed with other optimizer options: {', '.join(changed)}")
+            if changed := self._changed_loss():
+                self._log(f"resumed with other loss options: {', '.join(changed)}")
+
+    def _changed_loss(self) -> list[str]:
+        then = {} if self._manifest is None else self._manifest.loss
+        now = self._config.loss.options
+        return [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
+
+    @property
+    def weights(self) -> dict[str, dict[str, str]]:
+        """Contents of weights that are in no checkpoint, as a manifest has them."""
+        found = {FROZEN: self._frozen or {}, REFERENCE: self._reference}
+        return {name: contents for name, contents in found.items() if contents}
+
+    def check_weights(self, joined: Sequence[Joined]) -> None:
+        """Check that the weights which devices have read, and do not train, are those of the checkpoint, or those that
+        the run began with.
+
+        Raises:
+            ConfigError: They are others, and `checkpoint.accept_other_weights` is not set.
+        """
+        from rayfcp.execute.state.identity import check_contents, first_weights
+
+        read, config = (part for each in joined for part in each.weights), self._config
+        found, known = first_weights(config.model, seed=config.run.seed, read=read), self._frozen
+        if found and known is None and self._manifest is not None:
+            known = self._manifest.weights.get(FROZEN)
+            if known is None:
+                self._log(
+                    f"the checkpoint of step {self._manifest.step} does not say which weights were frozen: those of "
+                    "model.path are taken for the same"
+                )
+        if known is not None:
+            check_contents(found, known, config=config, key="model.path", log=self._log)
+        self._frozen = found
 
     def load(self, worker_group: WorkerGroup) -> None:
         """Make the workers load it, if there is one."""
@@ -128,6 +170,7 @@ class Resume:
         if found is None:
             return
         self.source, manifest = found
+        self._manifest = manifest
         check_same_model(replace(manifest, model=comparable_model(manifest.model)), self.model)
         check_same_weights(self.source, self._config.model)
         try:
@@ -384,6 +427,8 @@ class Saver:
             model=self.resume.model,
             data=self.resume.sampler.state(pending.step),
             files=tuple(file for part in pending.parts for file in part.files),
+            loss=self._config.loss.options,
+            weights=self.resume.weights,
         )
         complete = partial(_complete, pending.folder, pending.parts, manifest, train=self._config.train)
         pending.commit = self._run_in_background(_commit, self._folder, pending.folder, complete, pending.problem)

@@ -105,6 +105,7 @@ class TrainingLoop:
         """Form the first generation, which is not planned for yet."""
         initial = self._initial
         joined = self._state.form(initial.decision, initial.cluster, empty=initial.found is not None)
+        self._saver.resume.check_weights(joined)
         if initial.found is not None:
             self._state.restore(initial.found)
         else:
@@ -252,6 +253,7 @@ class TrainingLoop:
             version = found.state.version
             self._stepper.plan_for(cluster, decision.devices, version=version)
         joined = self._state.form(decision, cluster, empty=found.state is not None)
+        self._saver.resume.check_weights(joined)
         if found.state is not None:
             version = found.state.version
             self._state.restore(found)

@@ -92,7 +92,7 @@ class Controller:
         evaluates: "EvaluationRun | None" = None,
         references: References | None = None,
     ) -> None:
-        self._evaluates, self._references = evaluates, references or {}
+        self._evaluates, self._references = evaluates, references or References()
         self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, runtime.flag()
         self._eval_dirs = dict(eval_dirs or {})
         self._run_dir = Path(config.run_dir)
@@ -140,6 +140,7 @@ class Controller:
                     model=data.checkpointed_model,
                     log=self._log,
                     trains=self._evaluates is None,
+                    reference=self._references.weights,
                 )
                 self._write_config()
                 done, source = resume.step, resume.source
@@ -163,8 +164,8 @@ class Controller:
             cleanup.callback(readers.end)
             reading["request"] = readers.request
         data = open_dataset(config, data_dir=self._data_dir, eval_dirs=self._eval_dirs, **reading)
-        if self._references:
-            data = data.with_references(self._references)
+        if self._references.sums:
+            data = data.with_references(self._references.sums)
         if self._evaluates is not None and self._evaluates.draws is not None:
             data = data.evaluating(self._evaluates.draws)
         if self._evaluates is None:

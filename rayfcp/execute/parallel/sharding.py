@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from rayfcp.data.vision.decoding import DecodedImages
 from rayfcp.execute.parallel.groups import ProcessGroups
-from rayfcp.execute.reports import StepProgress
+from rayfcp.execute.reports import ReadWeight, StepProgress
 
 
 def stage_mesh(groups: ProcessGroups) -> DeviceMesh:
@@ -127,10 +127,11 @@ class StageModule(nn.Module):
 
     `partial_names`: parameters whose gradients are partial, since all tensor-parallel devices hold copies.
     `shared_matrix`: tied embedding and head, on the first and last of several stages. `occasional`: trained parameters
-    that not every batch uses.
+    that not every batch uses. `read_weights`: what this device has read from files and does not train.
     """
 
     partial_names: tuple[str, ...] = ()
+    read_weights: tuple[ReadWeight, ...] = ()
 
     @property
     def shared_matrix(self) -> nn.Parameter | None:
