@@ -43,11 +43,12 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-"""Files of which a folder with a tokenizer has one. Without any, transformers makes an empty tokenizer."""
+"""Files of tokenizers: a folder with a tokenizer has one of them. Without any, transformers makes an empty
+tokenizer."""
 TRIED_TOKENS = 24
 """Tokens on which a teacher is tried before the first row."""
 CAUSAL_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest relative difference of logits that rounding explains when later tokens are left out; 0.1 in 16 bits."""
+"""Largest relative change of logits without later tokens that rounding explains; 0.1 in 16 bits."""
 
 
 def samples(config: Config, dataset: Dataset, *, folder: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -63,7 +64,7 @@ def samples(config: Config, dataset: Dataset, *, folder: str) -> Iterator[tuple[
 
 
 def check_tokenizer(teacher: str, *, manifest: PreparedManifest, data: DataConfig) -> None:
-    """Compare the teacher's tokenizer with that of the rows; one line on stderr if one of them is not known.
+    """Compare the teacher's tokenizer with that of the rows; write one line to stderr if one of them is not known.
 
     Raises:
         ConfigError: They have different ids for a token.
@@ -124,7 +125,7 @@ def open_teacher(teacher: str, *, device: str, max_seqlen: int) -> Any:
         _check_causal(model, teacher=teacher)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the library and a family's own code raise
+    except Exception as error:  # the library and a family's own code raise errors of any type
         raise ConfigError(
             f"TEACHER is {teacher!r}, a {kind} that cannot be run on text ({type(error).__name__}: "
             f"{reason_of(error)}); name another"

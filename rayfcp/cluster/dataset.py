@@ -32,7 +32,7 @@ Sums = Mapping[str, npt.NDArray[np.float64]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
     """Sums of the terms of samples by the reference model, `[samples]`, keyed by name of an evaluation set or
-    `TRAINING`; and the contents of the model's weights by tensor. Empty for losses without such a model."""
+    `TRAINING`; and the contents of the model's weights, keyed by tensor. Empty for losses without such a model."""
 
     sums: Sums = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +110,8 @@ def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConf
 
 
 def model_of_checkpoint(config: Config, *, vocab_size: int) -> dict[str, Any]:
-    """Return what a checkpoint of a run is of: the library's configuration, and what is trained where not all is."""
+    """Return the identity of a checkpoint's model: the library's configuration, plus the trained parts if some are
+    frozen."""
     return described_model(config, vocab_size=vocab_size)[0].to_dict() | _trained(config.model)
 
 

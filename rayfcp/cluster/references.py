@@ -186,7 +186,7 @@ def _drawn(data: Dataset, index: LengthIndex, *, num_steps: int) -> npt.NDArray[
 
 
 def _weights(reference: Config, *, vocab_size: int) -> dict[str, str]:
-    """Contents of the reference model's weights by tensor, or the seed that they are drawn from."""
+    """Contents of the reference model's weights, keyed by tensor, or the seed that they are drawn from."""
     from rayfcp.execute.state.identity import SEED
 
     if reference.model.init == "random" or reference.model.path is None:

@@ -33,7 +33,7 @@ class LossConfig(Section):
 
     @property
     def options(self) -> dict[str, str | float]:
-        """The type, and the numbers that belong to it."""
+        """Type of the loss and the numbers that it uses, keyed by name."""
         names = [name for name in _KEYS.get(self.type, ()) if name != "reference"]
         return {name: getattr(self, name) for name in ("type", *names)}
 

@@ -210,7 +210,7 @@ def has_weights(path: str) -> bool:
 
 
 def is_vision_model(path: str) -> bool:
-    """Return whether `model.path` is a folder with a model that reads pictures."""
+    """Return whether `model.path` is a folder with a model that reads images."""
     try:
         found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -219,7 +219,7 @@ def is_vision_model(path: str) -> bool:
 
 
 def _has_processor(path: str) -> bool:
-    """True if the files of a processor are in the folder, and Pillow is there to run it."""
+    """True if the folder has the files of a processor, and Pillow is installed."""
     names = ("preprocessor_config.json", "processor_config.json")
     return any((Path(path).expanduser() / name).exists() for name in names) and find_spec("PIL") is not None
 
@@ -376,7 +376,7 @@ class CheckpointConfig(Section):
     max_failures: int = Field(default=3, ge=0, description="saves that may fail one after the other; one more stops")
     resume: str = Field(default="auto", description="auto, never, or a checkpoint folder")
     accept_other_weights: bool = Field(
-        default=False, description="go on where frozen weights or the reference model are others than the checkpoint's"
+        default=False, description="go on if frozen weights or the reference model differ from the checkpoint's"
     )
 
 
@@ -442,14 +442,14 @@ class Config(Section):
 
     @property
     def pictures(self) -> str | None:
-        """Return one line on how pictures of rows are read; None for a model that is known to read none."""
+        """Return one line on how images of rows are read; None for a model that is known to read none."""
         path, processor = self.model.path, self.data.processor
         if processor is not None:
-            return f"pictures are read by the processor of {'model.path' if processor == path else processor}"
+            return f"images are read by the processor of {'model.path' if processor == path else processor}"
         if path is None or not is_vision_model(path):
             return None
         return (
-            "pictures are not read, rows that have some are refused: data.processor is not set, and model.path stands "
+            "images are not read, rows that have some are refused: data.processor is not set, and model.path stands "
             "for it only in runs of loss.type cross_entropy without data.tokenizer and data.streaming, with a "
             "preprocessor_config.json in the folder and Pillow (pip install 'rayfcp[vision]')"
         )

@@ -13,17 +13,17 @@ from rayfcp.values.counted import counted
 TRAINED, NOT_TARGETS, CUT = "trained", "not targets", "cut"
 DROPPED, IMAGE_TOO_LONG, IMAGE_CUT, SINGLE_TOKENS = "dropped", "picture_too_long", "picture_cut", "single_tokens"
 USED = "used"
-"""Keys of `Balance.tokens`, beside reasons of bad rows and of `ReadAccount.removed_tokens`. Those of the second line
-are also keys of `Balance.skipped`: of rows with images the cut may leave no target, IMAGE_TOO_LONG since one is longer
-than a sample. USED and CUT are keys of `Balance.images`."""
+"""Keys of `Balance.tokens`, beside reasons of bad rows and of `ReadAccount.removed_tokens`. Keys of the second line
+are also keys of `Balance.skipped`. IMAGE_TOO_LONG and IMAGE_CUT: the cut leaves no target of a row with images, with
+the former since an image is longer than a sample. USED and CUT are keys of `Balance.images`."""
 
 MAX_IDLE_SHARE = 0.1
 """Fraction of sequences without targets above which a warning is given. Chat data loses the answers of a few per cent
 of its rows to `data.max_seqlen`; above a tenth, steps spend noticeable time on sequences that train nothing."""
 SHOWN_ROWS = 3
 FEWEST_ROWS = 1000
-"""Rows over which broken pictures are counted at least: with the default `data.max_bad_fraction` ten of them may be
-broken before a run ends, and a store of which nothing can be decoded ends it within a few steps."""
+"""Least number of rows that count as seen. With the default `data.max_bad_fraction` ten rows may have broken images
+before a run ends, and data of which nothing can be decoded ends it within a few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Balance:
         skipped: Rows, and further samples, that are in no sequence, keyed by reason.
         tokens: Tokens, keyed by what became of them: TRAINED, NOT_TARGETS, CUT, or a reason.
         images: Images and videos, keyed by what became of them: USED, CUT, or the reason for which their row is
-            skipped. Those of bad rows are counted as far as the row could be read.
+            skipped. Images of bad rows are counted as far as the row could be read.
         num_without: Rows in sequences that lost images to the cut.
         idle: Sequences without targets, keyed by cause: "cut" if their row has targets beyond `max_seqlen`, or
             "labels".
@@ -201,8 +201,8 @@ class Balance:
 
 
 class BrokenRows:
-    """Rows of which a run, or an evaluation, found that an image cannot be decoded: each counts once.
-    `known`: texts of rows that were found before, keyed by place."""
+    """Rows with an image that a run, or an evaluation, cannot decode; each counts once. `known`: messages on rows that
+    were found before, keyed by place."""
 
     def __init__(self, *, num_rows: int, max_bad_fraction: float, known: Mapping[str, str] | None = None) -> None:
         self._num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
@@ -212,7 +212,7 @@ class BrokenRows:
         return len(self._found)
 
     def add(self, rows: Iterable[BadRow]) -> list[BadRow]:
-        """Return those of `rows` that were not known."""
+        """Add rows, and return the new ones."""
         new = []
         for row in rows:
             if row.place not in self._found:
@@ -221,17 +221,17 @@ class BrokenRows:
         return new
 
     def check(self, *, num_seen: int) -> None:
-        """Check the bound after `num_seen` sequences were drawn. One broken row among the first few is no news of the
-        rest: at least `FEWEST_ROWS` count as seen, or all rows of smaller data.
+        """Check the bound after `num_seen` sequences were drawn. One broken row among the first few says nothing about
+        the rest, so at least `FEWEST_ROWS` count as seen, or all rows of smaller data.
 
         Raises:
             ConfigError: More than `max_bad_fraction` of the rows seen are broken.
         """
         num_seen = min(self._num_rows, max(num_seen, FEWEST_ROWS))
         if len(self) > self._max_bad_fraction * num_seen:
-            share = f"{len(self):,} of {num_seen:,} rows ({len(self) / num_seen:.2%})"
+            found = f"{len(self):,} of {num_seen:,} rows ({len(self) / num_seen:.2%})"
             raise ConfigError(
-                f"{share} have an image that cannot be decoded, data.max_bad_fraction allows "
+                f"{found} have an image that cannot be decoded, data.max_bad_fraction allows "
                 f"{self._max_bad_fraction:g}; first: {next(iter(self._found.values()))}; repair or exclude them and "
                 "prepare again, or raise data.max_bad_fraction"
             )

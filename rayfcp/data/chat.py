@@ -104,7 +104,7 @@ class ChatEncoder:
     def _conversation(self, chat: Chat) -> list[TokenRow]:
         """The samples of a conversation, with arguments of its calls as the template takes them: objects, or text."""
         if not chat.pictures and any(not isinstance(message["content"], str) for message in chat.messages):
-            cause = "pairs have no pictures" if self._data.rows == "pairs" else "pictures need data.processor"
+            cause = "pairs have no images" if self._data.rows == "pairs" else "images need data.processor"
             raise BadRowError(BadReason.BAD_MESSAGES, f"parts of a content must be of type text: {cause}")
         try:
             return self._encoded(chat)
@@ -172,11 +172,11 @@ class ChatEncoder:
         return sum(token not in self._end_ids for token in tokens.ids[last].tolist())
 
     def _row(self, tokens: SpannedTokens, is_trained: npt.NDArray[np.bool_] | None) -> TokenRow:
-        """The row of these tokens; all are trained if `is_trained` is None."""
+        """Return the row of `tokens`; all are targets if `is_trained` is None."""
         return make_row(tokens.ids) if is_trained is None else labelled(tokens.ids, is_trained)
 
     def _tokens(self, text: str, *, is_document: bool, pictures: Sequence[Any] = ()) -> SpannedTokens:  # noqa: ARG002
-        """Tokens of a text with marks of `pictures`, which this class has none of."""
+        """Return the tokens of a text. Only `RowEncoder` has `pictures` for its marks."""
         return self._tokenizer.encode_spans(checked_text(text, name="text"), is_document=is_document)
 
     def _chosen(self, chat: Chat) -> str:

@@ -16,13 +16,13 @@ TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 _BESIDE_TEXT = ("tools", "system")
 _SINGLE = ("image", "video")
 _PICTURES = ("images", "videos", *_SINGLE)
-"""Columns that are read beside every form but tokens if there is a `MediaEncoder`; `image` and `video` hold one."""
+"""Columns of images that a `MediaEncoder` reads beside every form but tokens; `image` and `video` hold one."""
 _VERDICTS = ("label", "kto_tag")
-"""Columns that say of an answer, by true or false, whether it is good (KTO). A bad one must not be trained."""
+"""Columns that rate an answer as good (true) or bad (false), as for KTO. A bad answer must not be trained."""
 LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _FILE_NAMES = re.compile(r"(.+_)?file_names?")
-"""Columns of a file `metadata.*` that name files beside it, as the library `datasets` has them."""
+"""Columns of a file `metadata.*` that name files beside it, by the rules of the library `datasets`."""
 _NAMED_COLUMNS = 8
 """Number of a row's columns that an error names."""
 
@@ -49,10 +49,10 @@ class _Choice(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
     """Columns that rows are read from: tokens with their masks, a text, conversations if `chat`; with `media` also
-    pictures beside them. With `whole` only rows of these forms are read, and `chat` encodes them.
+    images beside them. With `whole` only rows of these forms are read, and `chat` encodes them.
 
     A row is read in the first form whose needed columns it has. A text may also be a list of messages. If
-    `is_metadata`, columns such as `file_name` name pictures, which become `images`.
+    `is_metadata`, columns such as `file_name` name images, which become `images`.
     """
 
     text: str
@@ -165,13 +165,13 @@ class RowColumns:
         shown = "file_name" if self.is_metadata and name == "images" else printable(name)
         beside = f"{shown} beside {form.needs[0]}"
         if name in _PICTURES and not self.media and not self.whole:
-            detail = f"{beside}: set data.processor, of a model that reads pictures, or leave the column out"
+            detail = f"{beside}: set data.processor, of a model that reads images, or leave the column out"
             return BadRowError(BadReason.NO_PROCESSOR, detail)
         if name in UNREAD_MASKS:
             return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} is not read: give {UNREAD_MASKS[name]}")
         if name not in form.refuses and name not in _PICTURES:
             detail = (
-                f"{beside} holds files, bytes with their path: name it images if these are pictures, or leave it out"
+                f"{beside} holds files, bytes with their path: rename it to images if it holds some, or leave it out"
             )
             return BadRowError(BadReason.UNUSED_COLUMN, detail)
         remedy = "leave the column out" if form.kind != "text" else "give messages, or leave the column out"
@@ -183,24 +183,24 @@ _MAX_CHOICES = 1 << 12
 
 
 def _several(value: Any, name: str) -> list[Any]:
-    """Return the value of the column `image` or `video` as that of `images` or `videos`. A list is several pictures,
-    and the frames of one video."""
+    """Return the value of `image` or `video` in the form of `images` or `videos`. A list is several images, or the
+    frames of one video."""
     is_several = isinstance(value, list) and (name == "image" or any(isinstance(each, list) for each in value))
     return value if is_several else [value]
 
 
 def is_files(value: Any) -> bool:
-    """True for a file as the library `datasets` stores it, bytes and path, and for a list of them."""
+    """True for a file as the library `datasets` stores it (bytes and path), or a list of files."""
     if isinstance(value, list | tuple):
         return bool(value) and is_files(value[0])
     return isinstance(value, dict) and value.keys() <= {"bytes", "path"} and value.get("bytes") is not None
 
 
 def _with_pictures(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the row with the pictures and films that its columns name as `images` and `videos`.
+    """Return the row's values, with images and films that columns such as `file_name` name as `images` and `videos`.
 
     Raises:
-        BadRowError: It has such a column as well.
+        BadRowError: The row has a column of images as well.
     """
     others, found = dict(values), dict[str, list[Any]]()
     for name, value in values.items():
@@ -217,11 +217,11 @@ def _with_pictures(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _two_columns(first: str, second: str) -> BadRowError:
-    return BadRowError(BadReason.UNUSED_COLUMN, f"{first} beside {second}: two columns of pictures; leave one out")
+    return BadRowError(BadReason.UNUSED_COLUMN, f"{first} beside {second}: two columns of images; leave one out")
 
 
 def _is_empty(value: Any) -> bool:
-    """True for texts and lists without content, and for an object without a value, such as a picture that is null."""
+    """True for empty texts and lists, and for an object whose values are all null, e.g. an absent image."""
     if isinstance(value, dict):
         return all(each is None for each in value.values())
     return isinstance(value, str | bytes | list | tuple) and not value

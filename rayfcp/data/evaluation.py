@@ -20,7 +20,8 @@ _SEED = 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
     """A set `name` in a prepared `folder`, of which the `draws` of the index are evaluated, in this order. `reference`:
-    as of `Sampler`. `max_bad_fraction`: of rows evaluated whose images may be broken."""
+    as of `Sampler`. `max_bad_fraction`: tolerated fraction of evaluated rows with
+    broken images."""
 
     name: str
     folder: str

@@ -36,7 +36,8 @@ def locate(name: str, *, key: str) -> tuple[str, bool]:
 
 
 def check_no_adapter(name: str, *, key: str) -> None:
-    """Refuse an adapter, alone or beside a model: transformers opens both with the adapter, we train neither further.
+    """Refuse a folder with an adapter, alone or beside a model: transformers would open it with the adapter, which we
+    do not train further.
 
     Raises:
         ConfigError: There is one, or as `locate`.

@@ -49,9 +49,9 @@ class LengthIndex:
 
     `lengths`, `num_targets`: int arrays `[samples]`. `balance`: account of all rows, including rows that `prepare`
     skipped. `named_bad_rows`: the first 100 of them. `fingerprint` is equal exactly when the samples and their tokens
-    are. No image is cut: a sample ends before the marks that open one which goes beyond `max_seqlen`.
-    `long_sequences`: "cut" in place of "auto" without images. `samples_per_draw`: samples that are kept, or not, and
-    drawn together: 2i and 2i+1 of pairs.
+    are. No image is cut: a sample ends before the marks of an image that goes beyond `max_seqlen`.
+    `long_sequences`: as given, but "cut" in place of "auto" if there are no images. `samples_per_draw`: samples that
+    are kept, or not, and drawn together: 2i and 2i+1 of pairs.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class LengthIndex:
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """Hash of the tokenizer, and of a processor's rules for pictures."""
+        """Hash of the tokenizer, and of a processor's rules for images."""
         return self.manifest.tokenizer_fingerprint
 
     @property
@@ -249,8 +249,8 @@ class LengthIndex:
         return lost
 
     def _cut(self, shard: int, reader: ShardReader, column: _Column, *, lost: _Masks) -> "_Cut":
-        """Return the samples of the rows of a shard that are not `lost`. Pieces of rows with images are dropped unless
-        they have targets, as those before the first answer."""
+        """Return the samples of a shard's rows that are not `lost`. Samples of long rows with images are dropped if
+        they have no targets, e.g. those before the first answer."""
         lengths, limit, way = column["length"], self.max_seqlen, self.long_sequences
         rows = np.flatnonzero(~np.logical_or.reduce(list(lost.values())))
         ranges = sample_ranges(rows, lengths=lengths[rows], max_seqlen=limit, long_sequences=way)
@@ -328,8 +328,9 @@ def _no_rows() -> Integers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """Samples of a shard and their targets: `rows` gave some, `lost` ones none. Of data with images: `long_rows`, those
-    of `rows` that have images and are longer than a sample; `images` of each row, and `used_images` of `long_rows`."""
+    """Samples of a shard and their targets. `lost`: masks of rows without samples, keyed by reason; `rows`: the others.
+    For data with images: `long_rows`, rows with images that are longer than a sample; `images` of each row, and
+    `used_images` of each of `long_rows`."""
 
     lost: _Masks
     rows: Integers
@@ -365,7 +366,7 @@ def _count(mask: npt.NDArray[Any]) -> int:
 
 
 def _cut_off(shard: ShardReader, lengths: npt.NDArray[np.int32], *, max_seqlen: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows that have targets beyond `max_seqlen` alone. Rows of pairs have some."""
+    """Return a mask of rows whose targets all lie beyond `max_seqlen`. Each row of a pair has targets."""
     found: npt.NDArray[np.bool_] = lengths > max_seqlen
     for row in np.flatnonzero(found).tolist():
         found[row] = np.all(shard.labels(row)[1:max_seqlen] == IGNORED)

@@ -73,7 +73,7 @@ def is_binary(name: str) -> bool:
 
 
 def is_metadata(name: str) -> bool:
-    """True for a file that describes the pictures beside it, as the library `datasets` has them.
+    """True for a file that describes the images beside it, by the rules of the library `datasets`.
 
     >>> is_metadata("cats/metadata.csv"), is_metadata("cats/metadata.jsonl.gz"), is_metadata("cats/data.csv")
     (True, True, False)
@@ -82,7 +82,7 @@ def is_metadata(name: str) -> bool:
 
 
 def is_picture(name: str) -> bool:
-    """True if the extension is one of pictures, of which some formats are not read.
+    """True if the extension is an image format, read or not.
 
     >>> is_picture("A.JPG"), is_picture("https://host/a.webp?size=2"), is_picture("a.mp4"), is_film("b/a.mp4")
     (True, True, False, True)
@@ -91,7 +91,7 @@ def is_picture(name: str) -> bool:
 
 
 def is_film(name: str) -> bool:
-    """True if the extension is one of films, which are not decoded."""
+    """True if the extension is a film format; films are not decoded."""
     return _FILM.search(_last_part(name)) is not None
 
 

@@ -31,8 +31,7 @@ _LOSS_KEYS = ("weight", "train", "loss", "loss_scale")
 """Keys whose value 0 or false keeps a message of the assistant out of the loss."""
 _UNREAD_LOSS_KEYS = ("train_detail", "training_detail")
 """Keys that say which characters of a message are trained."""
-LOST_KEYS = (KNOWN_KEYS | {"function_call", *_LOSS_KEYS, *_UNREAD_LOSS_KEYS}) - {"role", "content"}
-"""Keys that change a message; rows are refused if these would be lost."""
+
 
 _ROLES = {
     "human": "user",
@@ -56,10 +55,11 @@ _CALLING_ROLES = ("function_call", "tool_call")
 class Chat:
     """Messages as chat templates take them, and the functions that the assistant may call. `trained`: the numbers of
     the assistant's messages that may enter the loss, ascending. `left_out`: names of keys that were removed from all
-    messages. `pictures`: those of each message, once they are read.
+    messages. `pictures`: images and videos of
+    each message; empty until they are read.
 
-    A content is a text, or, if it has pictures, a list of parts of type `text`, `image` and `video`. A picture's part
-    has the reference to it in the key `reference`, if the message names one, until the picture is read.
+    A content is a text, or, with images, a list of parts of type `text`, `image` and `video`. If a message names an
+    image, its part has the key `reference` until the image is read.
     """
 
     messages: tuple[Message, ...]
@@ -265,7 +265,7 @@ def texts_of(content: Any) -> list[str]:
 
 
 def _content(value: Any) -> str | list[Message]:
-    """The text of a content, which may come in parts; the parts, if any is a picture."""
+    """Return the text of a content, which may come in parts; the parts if one is an image."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list | tuple):
@@ -275,18 +275,18 @@ def _content(value: Any) -> str | list[Message]:
 
 
 PICTURE_MARK = re.compile(r"<(image|video)>")
-"""Marks of pictures in texts."""
+"""Marks of images in texts."""
 PICTURE_TYPES = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
-"""Kinds of picture, keyed by the type of their parts, which is also a key of the reference."""
+"""Kinds of parts, keyed by type, which may also be the key of the reference."""
 _REFERENCE_KEYS = frozenset((*PICTURE_TYPES, "url", "path", "bytes", "base64"))
 _SIZE_KEYS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
 _TIME_KEYS = ("nframes", "num_frames", "min_frames", "max_frames", "fps", "sample_fps", "video_start", "video_end")
 _UNREAD_KEYS = frozenset(("text", *_SIZE_KEYS, *_TIME_KEYS))
-"""Keys of pictures that would change tokens."""
+"""Keys of an image's part that are refused, since they would change its tokens."""
 
 
 def _part(part: Any) -> Message:
-    """Return a part with its type, and its text or the reference to its picture."""
+    """Return a part with its type, and its text or the reference to its image."""
     given = _given(part)
     kind = given.get("type") or next((name for name in ("text", *PICTURE_TYPES) if name in given), None)
     if kind not in PICTURE_TYPES:
@@ -308,7 +308,7 @@ def _part(part: Any) -> Message:
 
 
 def _given(part: Any) -> Message:
-    """Return the keys of a part that have a value; those of OpenAI's `image_url` stand beside the others."""
+    """Return the keys of a part that have a value, with the keys inside of OpenAI's `image_url` beside them."""
     if not isinstance(part, Mapping):
         return {}
     given = dict(part)
@@ -319,7 +319,7 @@ def _given(part: Any) -> Message:
 
 
 def _keys_of_parts(given: Mapping[str, Any]) -> set[str]:
-    """Keys with values of the parts of a content that are not read."""
+    """Return the keys of a content's parts that have a value and are not read."""
     content = given.get("content")
     parts = map(_given, content) if isinstance(content, list | tuple) else ()
     return {

@@ -34,8 +34,8 @@ PAIR_FORMS: Forms = ((_ANSWERS, ("prompt", *_LIKE_PROMPTS, "margin", *BESIDE)),)
 
 _SYSTEM = ("system", "developer")
 _WORD, _WORDS = re.compile(r"\w\W"), re.compile(r"\w\W+\w")
-"""A word with its end, and two words. Two texts share less than a word by chance; a prompt ends as its answers begin in
-one word by chance, e.g. "the"."""
+"""Patterns of a word with its end, and of two words. Two texts may share less than a word by chance, and answers may
+begin with the last word of a prompt by chance, e.g. "the"."""
 
 
 class PairEncoder(ChatEncoder):
@@ -153,10 +153,10 @@ def _conversations(prompt: Any, answers: Sequence[str | list[Any]]) -> tuple[lis
 
 
 def _with_repeated(prompt: list[Any], shared: list[Any], *, is_text: bool) -> list[Any]:
-    """Return the messages that the answers share, after the system message of a prompt that they repeat.
+    """Return the messages that both answers share, after the system message of the prompt, which they must repeat.
 
     Raises:
-        BadRowError: They do not repeat it, or have another system message.
+        BadRowError: They do not repeat the prompt, or have another system message.
     """
     known, found = _compared(prompt), _compared(shared)
     if is_text:
@@ -173,7 +173,7 @@ def _with_repeated(prompt: list[Any], shared: list[Any], *, is_text: bool) -> li
 
 
 def _compared(messages: Sequence[Any]) -> list[Message]:
-    """Return what is rendered of messages, without white space around their texts."""
+    """Return messages with the keys that templates render, without white space around texts."""
     if not messages:
         return []
     return [
@@ -193,8 +193,8 @@ def _messages(value: Any, *, name: str, role: str) -> list[Any]:
 
 
 def _repeats_part(prompt: str, shared: str) -> bool:
-    """True if what both answers begin with is the prompt's first line or its end, or holds all of it. One word is not
-    enough."""
+    """True if the beginning that both answers share is the prompt's first line or its end, or holds the whole prompt.
+    One word is not enough."""
     sizes = range(min(len(shared), len(prompt)), 0, -1)
     end = shared[: next((size for size in sizes if prompt.endswith(shared[:size])), 0)]
     whole = prompt.strip()
@@ -204,7 +204,7 @@ def _repeats_part(prompt: str, shared: str) -> bool:
 
 
 def _num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many elements both begin with."""
+    """Number of elements that both begin with."""
     pairs = zip(left, right, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -54,7 +54,8 @@ SMALL_BYTES = 64 << 20
 """Below this, starting Ray's worker processes (5 s on two cores) takes longer than the work."""
 
 ProgressCall = Callable[[int, int], None]
-"""Called with (bytes of input done, bytes of input in all) after each split, and, in this process, as they are read."""
+"""Called with (bytes of input done, total bytes of input) after each split, and during splits that this process
+reads."""
 PROGRESS_S = 2.0
 """Seconds between calls within a split."""
 _Row = TokenRow | BadRow
@@ -134,8 +135,7 @@ def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall |
 
 
 def _is_text_of(prepared: PreparedManifest, processor: str | None) -> bool:
-    """True if rows without pictures were prepared with the tokenizer of `processor`, and without its rules for
-    pictures."""
+    """True if `prepared` has no images, and its tokenizer is that of `processor`."""
     if processor is None or any(shard.picture_bytes for shard in prepared.shards):
         return False
     return prepared.tokenizer_fingerprint == load_tokenizer(processor).fingerprint
@@ -223,7 +223,7 @@ def _prepare(
 
 
 class _Shown:
-    """Shows how much of the input is done: whole splits, and bytes of one that is being read."""
+    """Reports how much of the input is done: finished splits, and bytes of the split that is being read."""
 
     def __init__(self, progress: ProgressCall | None, *, total_bytes: int) -> None:
         self._progress, self._total_bytes = progress, total_bytes
@@ -231,13 +231,13 @@ class _Shown:
         self._last_s = time.monotonic()
 
     def count(self, num_bytes: int) -> None:
-        """Note that bytes of the next split were read; a file may be read in part, or twice in part."""
+        """Add bytes that were read of the next split. Parts of a file may be skipped, or read twice."""
         self._read_bytes += num_bytes
         if time.monotonic() >= self._last_s + PROGRESS_S:
             self._show(min(self._done_bytes + self._read_bytes, self._total_bytes))
 
     def finish(self, num_bytes: int) -> None:
-        """Note that a split of `num_bytes` is done."""
+        """Mark a split of `num_bytes` as done."""
         self._done_bytes, self._read_bytes = self._done_bytes + num_bytes, 0
         self._show(self._done_bytes)
 
@@ -325,7 +325,7 @@ def _readable(
 
 
 def _reader(data: DataConfig, *, account: ReadAccount) -> Callable[..., Iterator[TokenRow | BadRow]]:
-    """Return what gives the samples of a file's rows, by the kind of rows."""
+    """Return the function that yields the samples of a file, for this kind of rows."""
     read = partial(read_rows, tokenizer=tokenizer_of(data), text_column=data.text_column, account=account)
     if data.rows == "pairs":
         return partial(read, chat=PairEncoder(data, account=account), whole=PAIR_FORMS)

@@ -25,7 +25,7 @@ _MAX_IGNORED = 200
 """Bound on ignored columns counted by name, since each row may have column names of its own."""
 
 MediaEncoder = Callable[[Mapping[str, Any], str], list[TokenRow]]
-"""Encodes the columns of a row that may have pictures, of the file with this URL; raises BadRowError."""
+"""Encodes the columns of a row that may have images, given the URL of its file; raises BadRowError."""
 ChatCall = Callable[[Mapping[str, Any]], list[TokenRow]]
 """Encodes the columns of a row with a conversation; raises BadRowError."""
 
@@ -46,7 +46,7 @@ def read_rows(
 
     A row with `input_ids` is used as it is, with its `labels` and masks if present; otherwise `text_column` is
     tokenised, or, with `chat`, a conversation in it or in the usual columns is encoded. `media` encodes conversations
-    and texts with pictures in place of `chat`. `account` counts what is left out of rows that are used; `count` is
+    and texts with images in place of `chat`. `account` counts what is left out of rows that are used; `count` is
     called with the bytes that are read.
 
     Raises:
@@ -157,7 +157,7 @@ class _Encoder:
 def _check_no_marks(row: TokenRow, marks: Mapping[int, str]) -> None:
     """
     Raises:
-        BadRowError: A token, or a label, of a row without pictures stands for one.
+        BadRowError: A token, or a label, of a row without images stands for one.
     """
     for token, kind in marks.items():
         for values in (row.tokens, row.labels):

@@ -186,7 +186,7 @@ def _left_out(messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]
 
 
 def _pieces(content: Any, *, is_whole: bool) -> list[str]:
-    """Return the texts of a content between tags of thoughts; those after the last tag unless `is_whole`."""
+    """Return the texts of a content between tags of thoughts; only the text after the last tag unless `is_whole`."""
     found: list[str] = []
     for text in texts_of(content):
         own = [piece.strip() for piece in _THOUGHT.split(text)]

@@ -107,7 +107,7 @@ class BadRow:
 
     @property
     def place(self) -> str:
-        """File, and number counted from 1."""
+        """File and number of the row, counted from 1."""
         return printable(f"{self.shard} row {self.row + 1}")
 
     def __str__(self) -> str:

@@ -103,7 +103,7 @@ class Discovery:
         counts = Counter(extension(url) for url in self.ignored).most_common()
         named = ", ".join(f"{kind} {count}" if count > 1 else kind for kind, count in counts[:_NAMED_KINDS])
         others = f" and {len(counts) - _NAMED_KINDS} more kinds" if len(counts) > _NAMED_KINDS else ""
-        pictures = "; pictures are read where rows name them" * any(map(is_picture, self.ignored))
+        pictures = "; images are read where rows name them" * any(map(is_picture, self.ignored))
         return printable(f"ignored files: {len(self.ignored)} ({named}{others}), e.g. {self.ignored[0]}{pictures}")
 
     def held_out_line(self) -> str | None:
@@ -149,7 +149,7 @@ def discover(data: DataConfig) -> Discovery:
         ignored = found.ignored_line()
         remedy = "change them"
         if any(map(is_picture, found.ignored)):
-            remedy += ", or put a metadata.jsonl with file_name and text of each picture beside them"
+            remedy += ", or put a metadata.jsonl with file_name and text of each image beside them"
         raise ConfigError(
             f"data.paths {', '.join(map(repr, data.paths))} hold no file that matches data.include, data.exclude and "
             f"data.format ({data.format}){'; ' + ignored if ignored else ''}; {remedy}"

@@ -66,8 +66,8 @@ def retried(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem, name:
 
 
 def read_prepared(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem, path: str) -> _Result:
-    """Return the result of `call`, which reads from a file of prepared data. It was there when the run began: any error
-    may pass, of a local folder too, e.g. one that is mounted again, and is tried again once for each of `PAUSES_S`.
+    """Return the result of `call`, which reads a file of prepared data. The file was there when the run began, so any
+    error may pass, also of a local folder, which may be mounted again: `call` is tried again for each of `PAUSES_S`.
 
     Raises:
         UnreadableFileError: The last try failed too.
@@ -79,7 +79,7 @@ def read_prepared(call: Callable[[], _Result], *, fs: fsspec.AbstractFileSystem,
         raise
     except Exception as error:
         problem = f"cannot be read after {len(PAUSES_S) + 1} tries: {type(error).__name__}: {error}"
-        # Without a cause: a lost connection to storage is no failed exchange between devices.
+        # Without a cause, or a lost connection to storage is taken for a failed exchange between devices.
         raise UnreadableFileError.of(name, problem, remedy="bring it back as it was, and start the run again") from None
 
 

@@ -257,7 +257,7 @@ class StreamSampler(Sampler):
         vocab_size: int,
         request: Callable[[int], Waiter] | None = None,
     ) -> None:
-        index = StreamIndex(stream, max_seqlen=data.max_seqlen, long_sequences=_way(data))
+        index = StreamIndex(stream, max_seqlen=data.max_seqlen, long_sequences=_long_sequences(data))
         super().__init__(index, seed=seed, global_batch=data.global_batch_sequences)  # type: ignore[arg-type]
         self._stream, self._data, self._vocab_size = stream, data, vocab_size
         self._request = request or (lambda split: partial(stream.prepare, split, data=data))
@@ -342,7 +342,7 @@ class StreamSampler(Sampler):
             manifest = self._stream.manifest(split)
             assert manifest is not None
         logger.info("part %d: %s", split, manifest)
-        settings: dict[str, Any] = {"max_seqlen": self._data.max_seqlen, "long_sequences": _way(self._data)}
+        settings: dict[str, Any] = {"max_seqlen": self._data.max_seqlen, "long_sequences": _long_sequences(self._data)}
         if not manifest.shards:
             (nothing,) = read_balances(manifest, **settings)
             self.index.add(split, nothing, account=manifest.account, named=manifest.named_bad_rows)
@@ -368,6 +368,5 @@ class StreamSampler(Sampler):
         return found
 
 
-def _way(data: DataConfig) -> LongSequences:
-    """What becomes of long rows, which have no images."""
-    return "cut" if data.long_sequences == "auto" else data.long_sequences
+def _long_sequences(data: DataConfig) -> LongSequences:
+    return "cut" if data.long_sequences == "auto" else data.long_sequences  # streams have no images

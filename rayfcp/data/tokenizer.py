@@ -40,7 +40,7 @@ class ByteTokenizer:
     eos_id: int | None = 257
     library: Any = None
     picture_marks: Mapping[int, str] = MappingProxyType({})
-    """Kinds of pictures, keyed by the tokens that stand for them, if this is the tokenizer of a processor."""
+    """Kinds (image, video), keyed by the token that stands for one; empty without a processor."""
 
     def encode(self, text: str) -> TokenArray:
         """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""

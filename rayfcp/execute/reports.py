@@ -105,7 +105,8 @@ class DeviceFullError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadWeight:
-    """The part in `box` of a tensor that is not trained and was read from files; `content` as `identity` defines it."""
+    """Part `box` of a tensor that was read from files and is not trained; `content` is defined in
+    `state/identity.py`."""
 
     name: str
     box: Box
@@ -183,7 +184,7 @@ class DeviceReport:
 class BatchLosses:
     """Losses of an evaluated batch, summed over all devices: `by_sequence` from device 0, empty from the others;
     `num_targets` that count. `seconds`: of this device. `terms`: of the tokens of its own `pieces` end to end,
-    `[tokens]`, where they were asked for. `broken`: as of `DeviceReport`."""
+    `[tokens]`, where they were asked for. `broken`: as in `DeviceReport`."""
 
     number: int
     by_sequence: tuple[float, ...]

@@ -136,9 +136,9 @@ class VisionLoader:
         decoded: Mapping[ImageRange, DecodedImages] | None,
         sum_over: Callable[[Tensor], Tensor],
     ) -> tuple[GlobalBatch, BatchImages, tuple[BadRow, ...]]:
-        """The batch without targets in rows with broken images, its images, and rows of which this device found broken
-        images. Every device must call it. `decoded`: images of the program, if they were decoded elsewhere. `sum_over`
-        sums a tensor of this device over all.
+        """Return the batch without targets in rows with broken images, its images, and the rows with images that this
+        device could not decode. Every device must call it. `decoded`: images of the program, if they were decoded
+        elsewhere. `sum_over` sums a tensor of this device over all.
 
         Raises:
             UnreadableFileError: Bytes of an image cannot be read.

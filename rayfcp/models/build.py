@@ -213,8 +213,8 @@ def random_model(
 def first_untrained(
     config: PreTrainedConfig, *, dtype: str, path: str | None
 ) -> tuple[dict[str, Tensor], tuple[ReadWeight, ...]]:
-    """Return what no checkpoint of a run has, by the library's names, on the CPU: `kept_buffers`, and parameters that
-    the family does not train. They are those of `path` if that is given; then also return the contents of these."""
+    """Return the tensors that no checkpoint of a run has, keyed by the library's names, on the CPU: `kept_buffers`, and
+    parameters that the family does not train. With `path` they are read from there; also return their contents then."""
     model = empty_model(config, dtype=dtype)
     initializer = Initializer(model, seed=0)
     for module in model.modules():
@@ -231,9 +231,9 @@ def first_untrained(
 def _fill_first(
     model: CausalLM, initializer: Initializer, *, config: PreTrainedConfig, path: str | None, only_frozen: bool = False
 ) -> tuple[ReadWeight, ...]:
-    """Fill in initial weights: those of adapters drawn, the others from `path` or drawn too, a reward model's head
-    where the files have none; and all buffers. `only_frozen`: of parameters that are not trained alone. Return what was
-    read from files and is not trained."""
+    """Fill in all buffers and initial weights: adapters are drawn, the others read from `path` or drawn too, as is a
+    reward model's head that the files lack. `only_frozen`: fill only parameters that are not trained. Return the
+    contents of weights that were read and are not trained."""
     names = {name for name, each in model.named_parameters() if not (only_frozen and each.requires_grad)}
     drawn = {name for name in names if MARK in name or name.startswith(f"model.{REWARD_HEAD}.")}
     initializer.fill(model, names=drawn if path else names)

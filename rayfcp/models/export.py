@@ -72,13 +72,13 @@ def export_checkpoint(
     written.
 
     Args:
-        dtype: Precision to which each number is rounded, once; if absent, `model.dtype`, and of adapters alone that in
-            which they were trained.
+        dtype: Precision to which each number is rounded once; if absent, `model.dtype`, or for adapters alone the
+            precision in which they were trained.
         frozen: Contents of the weights that were not trained; None if they are not known.
 
     Raises:
-        ConfigError: `out_dir` is not empty, there are no adapters to `merge`, or weights that were not trained are
-            others now.
+        ConfigError: `out_dir` is not empty, there are no adapters to `merge`, or weights that were not trained have
+            changed.
     """
     target, has_adapters = Path(out_dir), config.model.lora.rank is not None
     if target.exists() and any(target.iterdir()):
@@ -220,11 +220,11 @@ def _held(
     frozen: Mapping[str, str] | None,
     log: Log,
 ) -> dict[str, Tensor]:
-    """Return what is not taken from the checkpoint as it is there: everything if parameters were not trained, otherwise
-    buffers, which none has.
+    """Return the tensors that are not copied from the checkpoint: all if some parameters were not trained, otherwise
+    those that no checkpoint has.
 
     Raises:
-        ConfigError: What is read from `model.path` is not `frozen`.
+        ConfigError: The weights at `model.path` are not `frozen`.
     """
     run = config.model
     if run.lora.rank is not None or run.freeze_vision:
@@ -240,8 +240,8 @@ def _held(
 def _whole_state(
     config: Config, library: PreTrainedConfig, checkpoint: Path, *, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], tuple[ReadWeight, ...]]:
-    """Return weights by the library's names: those that were trained from the checkpoint, adapters added in and the
-    sums rounded to `dtype`, and the others as the run had them; and the contents of these."""
+    """Return weights keyed by the library's names: trained ones from the checkpoint, with adapters added in and the
+    sums rounded to `dtype`, the others as the run had them; and the contents of the others."""
     run = config.model
     model = random_model(
         library,

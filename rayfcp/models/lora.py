@@ -101,7 +101,7 @@ def quantize(library: Any, *, dtype: torch.dtype) -> None:
 
 
 def _targets(library: Any, lora: LoraConfig) -> list[str] | str:
-    """Return what PEFT matches with names of modules: ends of names, or an expression where an encoder has the same.
+    """Return PEFT's `target_modules`: ends of names, or an expression if an encoder has modules of the same names.
 
     Raises:
         ConfigError: A target names experts or routers.
@@ -154,7 +154,7 @@ def _check_not_experts(library: Any, target: str, *, lora: LoraConfig) -> None:
 
 
 def _mixture_part(module: nn.Module) -> str | None:
-    """Return what weights a module holds of a mixture of experts, whose layers are stacked; None for other modules."""
+    """Return the part of a mixture of (stacked) experts that a module holds; None for other modules."""
     kind = type(module).__name__.lower()
     return "experts" if "expert" in kind else "routers of experts" if "router" in kind else None
 
@@ -290,7 +290,8 @@ def save(library: Any, tensors: dict[str, Tensor], *, settings: PeftConfig, fold
 
 
 def write_page(library: Any, run: ModelConfig, *, folder: Path, base: str) -> None:
-    """Write how to open the weights at `base` as the run had them, and an injected model's adapters in `folder`."""
+    """Write a page to `folder` on how to open the weights at `base` as the run had them, with the adapters of
+    `library`."""
     lines = ["import torch", "from peft import PeftModel"]
     options = [f"dtype=torch.{run.dtype}"]
     names = [type(library).__name__]

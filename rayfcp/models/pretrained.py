@@ -285,7 +285,8 @@ def fill_pretrained(
 ) -> tuple[ReadWeight, ...]:
     """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
     sharded tensors this device's part; not those of adapters, nor a reward model's head if the files are of a causal
-    LM. No communication. `only_frozen`: of the parameters, only those that are not trained. Return what is not trained.
+    LM. No communication. `only_frozen`: of the parameters, only those that are not trained. Return
+    the contents of weights that are not trained.
 
     Raises:
         ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
@@ -328,7 +329,7 @@ def _fill(
     own: Mapping[str, Tensor | Nf4Linear], config: PreTrainedConfig, files: WeightFiles
 ) -> tuple[ReadWeight, ...]:
     """Overwrite tensors, and packed weights, by their names in the model of `config`; those that the library's model
-    lacks are left alone. Return what is not trained, also of tensors on the meta device."""
+    lacks are left alone. Return the contents of weights that are not trained, also for tensors on the meta device."""
     part = part_at(files.path, config)
     library = library_on_meta(config) if part is None else part.whole
     named = ((library_name(name), each) for name, each in own.items())

@@ -302,7 +302,7 @@ class MetricsExporter:
             self._live.count(name, amount)
 
     def count_found(self, name: str, amount: int, **labels: str) -> None:
-        """Increase a counter by what each start finds anew in the data, and which does not persist therefore."""
+        """Increase a counter without keeping the amount, since each start counts the same data again."""
         self._series.add(name, amount, **labels)
 
     def set_checkpoint(self, step: int) -> None:

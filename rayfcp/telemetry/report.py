@@ -238,7 +238,7 @@ def plans_table(reports: Sequence[StepReport]) -> str:
 
 
 def events_table(events: Sequence[Event]) -> str:
-    """Return all events with their times and reasons; of rows with broken images the first alone."""
+    """Return all events with their times and reasons, but only the first row with broken images."""
     broken = [event for event in events if event.kind is EventKind.BROKEN][:1]
     events = [event for event in events if event.kind is not EventKind.BROKEN or event in broken]
     began_s = events[0].at_s - events[0].seconds

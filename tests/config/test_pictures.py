@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_processor_is_that_of_the_model(folder: Path) -> None:
     config = config_of(folder)
     assert (config.data.processor, config.data.tokenizer) == (str(folder), None)
-    assert config.pictures == "pictures are read by the processor of model.path"
+    assert config.pictures == "images are read by the processor of model.path"
     assert config.changed(train={"steps": 3}).data == config.data
 
 
@@ -54,4 +54,4 @@ def test_other_models_have_a_tokenizer_alone(folder: Path, monkeypatch: pytest.M
     text = config_of(folder)
     assert (text.data.processor, text.data.tokenizer, text.pictures) == (None, str(folder), None)
     given = config_of(folder, data={"paths": ["x"], "processor": "other"})
-    assert (given.data.processor, given.pictures) == ("other", "pictures are read by the processor of other")
+    assert (given.data.processor, given.pictures) == ("other", "images are read by the processor of other")

@@ -35,8 +35,8 @@ class Manifest:
     """Manifest of a checkpoint after `step` updates; written last, so a folder with a manifest is complete.
 
     `model` and `data` (with the sampler's state) must be the same when a run resumes. `files`: checksums of all other
-    files of the folder. `loss`: its options. `weights`: contents of weights that are in no checkpoint, by tensor. Both
-    are empty in checkpoints of earlier releases.
+    files of the folder. `loss`: its options. `weights`: contents of weights that are in no checkpoint, keyed by tensor.
+    Both are empty in checkpoints of earlier releases.
     """
 
     step: int
@@ -173,11 +173,11 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: bool = True) -> None:
-    """Check that a run resumes with the model of the checkpoint. If it does not resume, keys of the library that only
-    one of them has, e.g. from another version, do not matter.
+    """Check that a run resumes with the model of the checkpoint. Unless `resumes`, keys of the library that only one of
+    the two has, e.g. from another version, are ignored.
 
     Raises:
-        ConfigError: another model; names its type, or the first keys that differ.
+        ConfigError: the models differ; names the type, or the first keys that differ.
     """
     then, now = _by_key(manifest.model), _by_key(model)
     keys = sorted(then.keys() | now.keys(), key=lambda key: (key != "model_type", key))
@@ -196,8 +196,8 @@ def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: b
 
 
 def _by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a checkpointed model by key, with dots below sections; those of adapters are equal exactly if the
-    adapters are."""
+    """Return the values of a checkpointed model, keyed with dots below sections. Values of adapters are equal exactly
+    if the adapters are."""
     found: dict[str, Any] = {}
     for key, value in model.items():
         if key == "lora":

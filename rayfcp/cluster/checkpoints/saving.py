@@ -49,7 +49,7 @@ class Resume:
     Args:
         owner: id of this controller, which no earlier one had.
         trains: whether the run goes on with the checkpoint's samples and the state of its optimizer.
-        reference: contents of the weights of the reference model, by tensor.
+        reference: contents of the weights of the reference model, keyed by tensor.
 
     Raises:
         ConfigError: the checkpoint named by the user is damaged, none is intact, or it is of another model or data.
@@ -110,16 +110,16 @@ class Resume:
 
     @property
     def weights(self) -> dict[str, dict[str, str]]:
-        """Contents of weights that are in no checkpoint, as a manifest has them."""
+        """Contents of weights that are in no checkpoint, as `Manifest.weights`."""
         found = {FROZEN: self._frozen or {}, REFERENCE: self._reference}
         return {name: contents for name, contents in found.items() if contents}
 
     def check_weights(self, joined: Sequence[Joined]) -> None:
-        """Check that the weights which devices have read, and do not train, are those of the checkpoint, or those that
-        the run began with.
+        """Check that weights which devices have read and do not train equal those of the checkpoint, or those that the
+        run began with.
 
         Raises:
-            ConfigError: They are others, and `checkpoint.accept_other_weights` is not set.
+            ConfigError: They differ, and `checkpoint.accept_other_weights` is not set.
         """
         from rayfcp.execute.state.identity import check_contents, first_weights
 

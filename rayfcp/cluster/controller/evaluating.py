@@ -210,7 +210,7 @@ class Evaluator:
         ]
 
     def _count_broken(self, own: EvalSet, reports: Sequence[BatchLosses], *, num_seen: int) -> None:
-        """Log rows of a set with broken images that are not known, and check their number."""
+        """Log new rows of a set with broken images, and check the number of all."""
         broken = self._broken[own.name]
         for row in broken.add(row for report in reports for row in report.broken):
             self._log(f"evaluation set {own.name}: a row with a broken image has no targets: {row}")

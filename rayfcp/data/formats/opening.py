@@ -26,7 +26,7 @@ _LINES = ("text", "jsonl", "json", "csv", "tsv")
 
 
 CountCall = Callable[[int], object]
-"""Called with the number of bytes that were read of a file, each time that some are."""
+"""Called with the number of bytes of each read of a file."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _decompressed(stored: io.BufferedReader, codec: str) -> Any:
 
 
 def named_head(head: bytes) -> str | None:
-    """Return what a file is that begins with these bytes, if it is surely no picture, text or table; None otherwise."""
+    """Return the kind of file that begins with these bytes if it is no image, text or table; None otherwise."""
     if head.startswith(_POINTER):
         return "a Git LFS pointer, not the data"
     if _MARKUP.match(head):

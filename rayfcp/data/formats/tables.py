@@ -34,7 +34,8 @@ def parquet_records(handle: io.BufferedReader, file: InputFile, *, columns: Tabl
 
 
 def _files(schema: pa.Schema) -> list[str]:
-    """Columns of files, bytes and path, or of lists of them: they are read wherever they are, so that none is lost."""
+    """Return the columns that hold files (bytes and path) or lists of files. They are always read, so that none is
+    lost."""
     kinds = ((field.name, field.type.value_type if _is_lists(field.type) else field.type) for field in schema)
     return [name for name, kind in kinds if pa.types.is_struct(kind) and {each.name for each in kind} == _FILE_FIELDS]
 

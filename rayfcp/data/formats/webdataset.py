@@ -18,8 +18,8 @@ from rayfcp.data.storage import UnreadableFileError
 
 def tar_records(handle: io.BufferedReader, file: InputFile, *, columns: TableColumns) -> Records:
     """Yield the rows of a WebDataset shard, a tar whose members of one row follow each other and share one name up to
-    the first dot of its last part: `txt`, `text` or `caption` is its text, `json` an object of columns, and pictures
-    are its images in their order. Other members are not read.
+    the first dot of its last part: `txt`, `text` or `caption` is its text, `json` an object of columns, and image
+    files are its `images`, in their order. Other members are not read.
 
     Raises:
         UnreadableFileError: A member is a file of many rows.
@@ -101,16 +101,16 @@ def _tar_record(
 
 
 def _ordered(files: list[_File], names: Any) -> list[_File]:
-    """Return the pictures of a row, in the order of `names` if its json has some.
+    """Return the image files of a row, in the order of the `names` that its json gives, if any.
 
     Raises:
-        BadRowError: The names are not those of these pictures.
+        BadRowError: `names` and `files` differ.
     """
     if not names:
         return files
     by_name = {each["path"].rpartition("/")[2]: each for each in files}
     wanted = [str(each).rpartition("/")[2] for each in (names if isinstance(names, list) else [names])]
     if set(wanted) != set(by_name):
-        detail = f"its json names pictures {', '.join(wanted)[:80]}, beside it are {', '.join(by_name)[:80]}"
+        detail = f"its json names images {', '.join(wanted)[:80]}, beside it are {', '.join(by_name)[:80]}"
         raise BadRowError(BadReason.UNUSED_COLUMN, detail)
     return [by_name[each] for each in wanted]

@@ -73,7 +73,7 @@ def read_part(reader: TokenReader, sample: Sample, *, first: int, num_bytes: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """Units `[low, high)` of an item that are needed. `key`: equal for items that have the same values."""
+    """Units `[low, high)` of an item that a range needs. `key`: equal for items with the same values."""
 
     key: Any
     item: MediaItem
@@ -82,7 +82,7 @@ class _Use:
     high: int
 
     def part_of(self, whole: DecodedImages, *, row: int) -> DecodedImages:
-        """Return these units of the decoded item, as part of this row of its shard."""
+        """Return these units of the decoded item `whole`, as part of `row` of its shard."""
         rows = whole.values.shape[0] // self.item.units
         values = whole.values[self.low * rows : self.high * rows]
         broken = tuple(replace(each, row=row) for each in whole.broken)
@@ -103,7 +103,7 @@ class ImageDecoder:
         Raises:
             UnreadableFileError: Bytes of an image cannot be read.
         """
-        uses = {each: list(self._uses(batch.samples[each[0]], *each[1:])) for each in wanted}
+        uses = {each: list(self._uses(batch, each)) for each in wanted}
         left = Counter(use.key for own in uses.values() for use in own)
         kept: dict[Any, DecodedImages] = {}
         found: dict[ImageRange, DecodedImages] = {}
@@ -122,9 +122,9 @@ class ImageDecoder:
             found[each] = join_images(pieces)
         return found
 
-    def _uses(self, sample: Sample, first: int, stop: int, /) -> Iterator[_Use]:
-        """Yield the items of images `[first, stop)` of a sample."""
-        before = 0
+    def _uses(self, batch: GlobalBatch, wanted: ImageRange) -> Iterator[_Use]:
+        sequence, first, stop = wanted
+        sample, before = batch.samples[sequence], 0
         for item, places in sample_items(self._reader, sample):
             low, high = max(first - before, 0), min(stop - before, item.units)
             before += item.units
@@ -133,7 +133,7 @@ class ImageDecoder:
                 yield _Use(key=key, item=item, places=places, low=low, high=high)
 
     def _read(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
-        """Return an item. Reading, and what the machine lacks for decoding, are tried again."""
+        """Return a decoded item. Failed reads, and decoding without enough memory, are tried again."""
         shard = self._reader.shard(sample)
         return read_prepared(lambda: self._item(sample, item, places), fs=shard.fs, path=image_file(shard.path))
 
@@ -156,8 +156,8 @@ class ImageDecoder:
 
 
 def _check_bytes_are_to_blame(error: Exception, shard: ShardReader) -> None:
-    """Raise what kept an image from being decoded if it is not its bytes: the machine, whose errors have numbers
-    unlike those of the formats' readers, or an image file that is not the one that was prepared."""
+    """Raise `error` if the machine failed, whose errors have numbers unlike those of the formats' readers; raise
+    OSError if the image file is not the one that was prepared."""
     of_system = isinstance(error, OSError) and (error.errno is not None or "out of memory" in str(error))
     if of_system or isinstance(error, MemoryError | ConfigError):
         raise error

@@ -29,7 +29,7 @@ _OTHERS = (
     (re.compile(rb".{4}ftyp(hei[cfmsx]|hev[cx]|mif1|msf1)", re.DOTALL), "HEIC"),
     (
         re.compile(rb".{4}ftyp(?!avi[fs])|\x1aE\xdf\xa3|RIFF.{4}AVI ", re.DOTALL),
-        "a film, whose frames must be given as pictures",
+        "a film, whose frames must be given as images",
     ),
     (
         re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg[^>]*>\s*)?<svg", re.DOTALL),
@@ -39,7 +39,7 @@ _OTHERS = (
     (re.compile(rb"8BPS"), "PSD"),
     (re.compile(rb"\xff\x0a|\x00\x00\x00\x0cJXL "), "JPEG XL"),
 )
-"""Formats that are not read, told by their first bytes."""
+"""Patterns of the first bytes of formats that are not read, and their names."""
 _HEAD_BYTES, _PREFIX_BYTES = 512, 16
 """First bytes that are looked at, and those by which Pillow's formats are recognised."""
 _ORIENTATION, _BITS, _PHOTOMETRIC, _EDGES = 0x0112, 0x0102, 0x0106, (0x0100, 0x0101)
@@ -51,7 +51,7 @@ def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
     """Height and width of an upright image from its header; no pixel is decoded.
 
     Raises:
-        BadRowError: Not an image, one of more than `max_pixels` pixels, or one of 32-bit grey.
+        BadRowError: Not an image, one of more than `max_pixels` pixels, or one with values of unknown range.
     """
     with _open(file) as image:
         tags = _tiff_tags(image)
@@ -71,8 +71,8 @@ def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
 
 
 def decoded(data: bytes) -> "Image":
-    """The image in RGB, upright; the first frame of an animation. 16-bit grey is scaled to 8 bits, and what is
-    transparent is laid on white.
+    """Return the image in RGB, upright; of an animation the first frame. 16-bit grey is scaled to 8 bits, and
+    transparency is laid on white.
 
     Raises:
         Exception: The bytes are broken; the type depends on the format.
@@ -112,8 +112,8 @@ def _pillow() -> Any:
 
 
 def _open(file: IO[bytes]) -> "Image":
-    """Open the image by the format that its first bytes name. `Image.open` would add Pillow's own bound on pixels,
-    which is one for the whole process, and names what it does not know by an address.
+    """Open the image by the format of its first bytes. `Image.open` would apply Pillow's bound on pixels, which holds
+    for the whole process, and its errors name unknown formats by a memory address.
 
     Raises:
         BadRowError: The bytes begin like no format that is read, or the header is broken.
@@ -151,7 +151,7 @@ def _tiff_tags(image: "Image") -> Mapping[int, Any]:
 
 
 def _unknown_range(image: "Image") -> str | None:
-    """Return what values an image has that cannot be scaled to 8 bits; None if its values can be."""
+    """Return a description of values that cannot be scaled to 8 bits; None if all can be."""
     tags = _tiff_tags(image)
     if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):  # PPM's are scaled to 16 bits by Pillow
         return "32-bit values, whose range it does not state"
@@ -177,7 +177,7 @@ class ImageFile:
         return self._hash.digest()
 
     def add(self, images: RowImages | None) -> None:
-        """Write the parts of the next row, if any, that no row before has."""
+        """Write the parts of the next row that no earlier row has."""
         items, runs = ([], []) if images is None else (images.items.ravel().tolist(), images.runs.ravel().tolist())
         places: list[int] = []
         named: list[int] = []

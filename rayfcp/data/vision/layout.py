@@ -109,9 +109,10 @@ def items_of(numbers: Integers) -> list[MediaItem]:
 def clear_pieces(
     length: int, spans: Sequence[Range], *, max_seqlen: int, split: bool, whole: bool = False
 ) -> list[Range]:
-    """First piece of a row of at most `max_seqlen` tokens, or (`split`) consecutive ones, each as long as possible,
-    that cut none of `spans`, ascending and disjoint. They end before a span that is longer than `max_seqlen`, and, if
-    `whole`, where a piece would lack a span before it. Pieces of one token are left out.
+    """Return the first piece of a row of at most `max_seqlen` tokens, or with `split` consecutive pieces, each as long
+    as possible. No piece cuts any of `spans`, which are ascending and disjoint. Pieces end before a span that is longer
+    than `max_seqlen`, and with `whole` before a piece that would lack an earlier span. Pieces of one token are left
+    out.
 
     >>> clear_pieces(20, [(6, 9), (14, 16)], max_seqlen=8, split=True)
     [(0, 6), (6, 14), (14, 20)]
@@ -148,7 +149,7 @@ class ImageIndex:
         return any(len(runs.values) for runs in self._runs)
 
     def counts(self, shard: int) -> Integers:
-        """Images and videos of each row of a shard, `[rows]`."""
+        """Number of images and videos of each row of a shard, `[rows]`."""
         counts: Integers = self._items[shard].value_lengths().to_numpy().astype(np.int64) // len(MediaItem._fields)
         return counts
 
@@ -163,7 +164,7 @@ class ImageIndex:
         return max(stop - start for start, stop in self._spans(shard, row))
 
     def num_within(self, shard: int, ranges: RowRanges, *, rows: Integers) -> Integers:
-        """Images and videos within `ranges`, for each of `rows` that has any of them, `[rows]`."""
+        """Number of images and videos within `ranges`, for each of `rows` that has a range, `[rows]`."""
         found = []
         for row in rows[np.isin(rows, ranges.rows)].tolist():
             own = ranges.rows == row
@@ -179,8 +180,8 @@ class ImageIndex:
     def around_images(
         self, shard: int, ranges: RowRanges, *, rows: Integers, lengths: Any, max_seqlen: int, split: bool
     ) -> RowRanges:
-        """Return `ranges`, recomputed for `rows`, long ones with images, so that no image is cut, and none of a
-        conversation is missing before a token that is trained. `lengths`: tokens by row."""
+        """Return `ranges`, recomputed for `rows`, which are long and have images. No image is cut, and in a
+        conversation no target follows an image that its sample lacks. `lengths`: tokens of each row."""
         found: list[tuple[int, int, int]] = []
         for row in rows.tolist():
             spans = self._spans(shard, row)
@@ -194,7 +195,7 @@ class ImageIndex:
         return RowRanges(rows=rows, starts=starts, stops=stops)
 
     def _trains_all_text(self, shard: int, row: int, spans: Sequence[Range]) -> bool:
-        """True for a document, all of whose text enters the loss; conversations have tokens that do not."""
+        """True if all text of a row enters the loss, as in documents; conversations have tokens that do not."""
         is_text = self._readers[shard].labels(row) != IGNORED
         for start, stop in spans:
             is_text[start:stop] = True

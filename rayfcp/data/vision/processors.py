@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 _MARK_CHARACTERS = 64
-"""Length of text in which the marks before or after an image are looked for: `<|vision_start|><1234.5 seconds>` and the
-like are shorter."""
+"""Characters before and after an image in which its marks are searched, longer than e.g.
+`<|vision_start|><1234.5 seconds>`."""
 
 PixelArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
@@ -39,8 +39,8 @@ Size = tuple[int, int]
 
 
 class Expanded(NamedTuple):
-    """A text whose markers were replaced, and int64 `markers` `[markers, 3]`: first character and end of each in the
-    text before, and the length of its replacement."""
+    """Text whose markers were replaced. `markers`, int64 `[markers, 3]`: start and end of each marker in the original
+    text, and the length of its replacement."""
 
     text: str
     markers: Integers
@@ -48,8 +48,8 @@ class Expanded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTokens(SpannedTokens):
-    """Tokens of a text with markers, where its images are among them, and the files of these. A token of an image has
-    the characters of its marker."""
+    """Tokens of a text with images: `items` and `runs` say where images lie, `parts` are their files. Tokens of an
+    image span the characters of its marker."""
 
     items: tuple[MediaItem, ...]
     runs: tuple[Images, ...]
@@ -247,7 +247,7 @@ class ImageTokenizer(HuggingFaceTokenizer):
         self, text: str, grids: Sequence[MediaGrid], *, fps: float | None = None, is_document: bool = True
     ) -> ImageTokens:
         """Tokens of a text with the library's markers, one for each of `grids` (images and videos each in their order),
-        and where their images are. A document has the tokens that begin and end one.
+        and where their images are. With `is_document`, tokens that begin and end a document are added.
 
         Raises:
             BadRowError: Markers and images do not match.
@@ -264,7 +264,7 @@ class ImageTokenizer(HuggingFaceTokenizer):
             span = self._with_marks(expanded.text, tokens, int(own[0]), stop)
             items.append(MediaItem(int(grid.is_video), *shape, *span, grid.parts))
             runs += runs_of(own, num_tokens=grid.unit_tokens, num_patches=grid.height * grid.width)
-        first, ends = _before(tokens, markers=expanded.markers, length=len(text))
+        first, ends = _original_spans(tokens, markers=expanded.markers, length=len(text))
         return ImageTokens(ids=tokens.ids, starts=first, stops=ends, items=tuple(items), runs=tuple(runs))
 
     def _with_marks(self, text: str, tokens: SpannedTokens, start: int, stop: int) -> tuple[int, int]:
@@ -303,8 +303,8 @@ def check_marks(num_marks: int, num_pictures: int, *, is_video: bool) -> None:
         raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
 
 
-def _before(tokens: SpannedTokens, *, markers: Integers, length: int) -> tuple[Integers, Integers]:
-    """First characters and ends of the tokens of an expanded text in the text of `length` characters before it."""
+def _original_spans(tokens: SpannedTokens, *, markers: Integers, length: int) -> tuple[Integers, Integers]:
+    """First characters and ends of the tokens of an expanded text, in the original text of `length` characters."""
     widths, ends = np.ones(length + 1, dtype=np.int64), np.arange(1, length + 2)
     for start, stop, width in markers.tolist():
         widths[start:stop] = 0

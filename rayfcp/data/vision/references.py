@@ -1,8 +1,8 @@
-"""Pictures that rows refer to: from the value of a column, or of a message's part, to bytes and size.
+"""Images that rows refer to: from the value of a column, or of a message's part, to bytes and size.
 
-A picture is bytes, a path relative to the folder of the row's file, an absolute path, a URL (of any fsspec protocol, or
+An image is bytes, a path relative to the folder of the row's file, an absolute path, a URL (of any fsspec protocol, or
 `data:`), base64, or an object with one of these as `bytes`, `base64`, `path` or `url`. A video is a list
-of pictures, its frames.
+of images, its frames.
 """
 
 import base64
@@ -25,7 +25,7 @@ from rayfcp.data.storage import UnreadableFileError, is_transient, retried
 from rayfcp.data.vision.images import header_size
 
 MAX_BYTES = 1 << 28
-"""Bound on the bytes of a picture, so that no address fills the memory: more than a camera's largest files."""
+"""Bound on the bytes of an image, larger than a camera's files, so that no URL fills the memory."""
 _SHOWN = 80
 """Characters of a reference that an error shows."""
 _DATA_URL = re.compile(r"data:[^,]{0,200},", re.IGNORECASE)
@@ -33,18 +33,18 @@ _BASE64 = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK|AAAA)[A-Za-z
 """Base64 of bytes that begin as JPEG, PNG, GIF, WebP, BMP, TIFF or AVIF do. Only JPEG's looks like a path."""
 _OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 """Errors of a name that no file can have."""
-_FRAMES = "give its frames as a list of pictures, e.g. by ffmpeg -i FILM -r 2 frames/%04d.jpg"
+_FRAMES = "give its frames as a list of images, e.g. by ffmpeg -i FILM -r 2 frames/%04d.jpg"
 
 
 class Picture(NamedTuple):
-    """The bytes of a picture's file, and height and width of the upright picture."""
+    """The bytes of an image's file, and height and width of the upright image."""
 
     data: bytes
     size: tuple[int, int]
 
 
 class PictureReader:
-    """Reads pictures by the bounds of `data`. One that storage fails to give ends the preparation, unless
+    """Reads images within the bounds of `data`. An image that storage fails to give ends the preparation, unless
     `data.max_unreadable_files` allows some: then `account` counts it, and its row is bad."""
 
     def __init__(self, data: DataConfig, *, account: ReadAccount) -> None:
@@ -52,10 +52,10 @@ class PictureReader:
         self._account = account
 
     def __call__(self, reference: Any, *, folder: str) -> Picture:
-        """Return the picture. Relative paths begin at `folder`.
+        """Return the image. Relative paths begin at `folder`.
 
         Raises:
-            BadRowError: It does not exist, is not a picture, or is one that is not read.
+            BadRowError: It does not exist, is not an image, or is one that is not read.
             UnreadableFileError: Storage fails to give its bytes, also when asked again.
         """
         name, data = _given(reference)
@@ -78,28 +78,28 @@ class PictureReader:
                 raise BadRowError(BadReason.IMAGE_MISSING, f"{_short(path)}: {why}") from error
             if not self._lets_through:
                 remedy = "check access and run again, or allow it with data.max_unreadable_files"
-                raise UnreadableFileError(f"the picture {_short(path)} cannot be read: {why}; {remedy}") from error
+                raise UnreadableFileError(f"the image {_short(path)} cannot be read: {why}; {remedy}") from error
             self._account.count("unreadable_files", path)
             raise BadRowError(BadReason.IMAGE_MISSING, f"{_short(path)} cannot be read: {why}") from error
 
 
 def listed(value: Any, *, name: str) -> list[Any]:
-    """Return the pictures of a column, which may hold one alone.
+    """Return the images of a column, which may hold one alone.
 
     Raises:
-        BadRowError: It holds neither.
+        BadRowError: It holds something else.
     """
     if value is None:
         return []
     if isinstance(value, str | bytes | Mapping):
         return [value]
     if not isinstance(value, list | tuple):
-        raise BadRowError(BadReason.WRONG_TYPE, f"{name} must hold bytes or paths of pictures, not {_kind(value)}")
+        raise BadRowError(BadReason.WRONG_TYPE, f"{name} must hold bytes or paths of images, not {_kind(value)}")
     return list(value)
 
 
 def frames_of(video: Any) -> list[Any]:
-    """Return the frames of a video, pictures each.
+    """Return the frames of a video, a list of images.
 
     Raises:
         BadRowError: It is something else, e.g. a film.
@@ -116,7 +116,7 @@ def frames_of(video: Any) -> list[Any]:
 
 
 def videos_of(value: Any) -> list[list[Any]]:
-    """Return the videos of a column as lists of frames; a list of pictures alone is one video.
+    """Return the videos of a column as lists of frames; a list of images alone is one video.
 
     Raises:
         BadRowError: A video is something else, e.g. a film.
@@ -137,7 +137,7 @@ def _given(reference: Any) -> tuple[str, bytes | None]:
     if isinstance(reference, bytes | bytearray | memoryview):
         return name, bytes(reference)
     if not isinstance(reference, str) or not reference.strip():
-        detail = f"a picture must be bytes, a path or a URL, not {_kind(reference)}"
+        detail = f"an image must be bytes, a path or a URL, not {_kind(reference)}"
         raise BadRowError(BadReason.WRONG_TYPE, detail)
     if prefix := _DATA_URL.match(reference):
         return prefix[0], _decoded(reference[prefix.end() :], is_url=not prefix[0].lower().endswith(";base64,"))
@@ -165,7 +165,7 @@ def _check_bytes(num_bytes: int) -> None:
 
 
 def _is_of_machine(error: Exception) -> bool:
-    """True unless the row names what does not exist."""
+    """True if machine or storage failed; False if the row names a file that does not exist."""
     is_of_name = isinstance(error, OSError) and error.errno in _OF_NAMES
     return not is_of_name and (is_transient(error) or isinstance(error, PermissionError))
 

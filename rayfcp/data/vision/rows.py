@@ -1,7 +1,7 @@
 """Rows with images, from files to tokens.
 
 A row is a conversation or a text, as without images, beside columns `images` and `videos`. `<image>` and `<video>` in a
-text, and parts of a content of type `image` and `video`, are marks of pictures: a part may name its picture itself, all
+text, and parts of a content of type `image` and `video`, are marks of images: a part may name its image itself, all
 others stand for the next image or the next video of the columns. An image is bytes, a path, or
 `{"bytes": ..., "path": ...}`; a video is a list of images, its frames. Paths are relative to the folder of the row's
 file.
@@ -27,7 +27,7 @@ from rayfcp.values.counted import counted
 
 Content = str | list[Message]
 Reference = tuple[str, Any]
-"""Kind of a picture, and the value that names it or has its bytes."""
+"""Kind of an image, and the value that names it or has its bytes."""
 
 
 class _Item(NamedTuple):
@@ -44,7 +44,7 @@ class RowEncoder(ChatEncoder):
         that holds the row.
 
         Raises:
-            BadRowError: Anything in it cannot be used, or marks and pictures do not match.
+            BadRowError: Anything in it cannot be used, or marks and images do not match.
         """
         try:
             return self._samples(media, url)
@@ -64,7 +64,7 @@ class RowEncoder(ChatEncoder):
             contents = [message["content"] for message in chat.messages]
         columns = {"image": listed(media.get("images"), name="images"), "video": videos_of(media.get("videos"))}
         if chat is None and len(contents) == 1 and not any(map(self._marks, _split(_parts(contents[0])[0]))):
-            # A caption: its pictures come first.
+            # A caption: its images come first.
             contents = ["".join(f"<{kind}>" * len(each) for kind, each in columns.items()) + str(contents[0])]
         contents, references = self._referred(contents, columns)
         folder = url.rsplit("/", 1)[0]
@@ -90,17 +90,17 @@ class RowEncoder(ChatEncoder):
 
     @cached_property
     def _tokens_of_pictures(self) -> dict[str, str]:
-        """Kinds of pictures, keyed by the processor's own marks."""
+        """Kinds of images, keyed by the processor's own marks."""
         library = self._processor.family.processor
         return {library.image_token: "image", library.video_token: "video"}
 
     def _referred(
         self, contents: Sequence[Content], columns: Mapping[str, Sequence[Any]]
     ) -> tuple[list[Content], list[list[Reference]]]:
-        """Return contents with a part for each mark, and the references of their pictures in the order of the marks.
+        """Return contents with a part for each mark, and the references of their images in the order of the marks.
 
         Raises:
-            BadRowError: More or fewer marks than pictures, or in another order.
+            BadRowError: More or fewer marks than images, or in another order.
         """
         parts = [[piece for part in _parts(content) for piece in _split(part)] for content in contents]
         marks = [[mark for part in own for mark in self._marks(part)] for own in parts]
@@ -140,7 +140,7 @@ class RowEncoder(ChatEncoder):
     def _tokens(self, text: str, *, is_document: bool, pictures: Sequence[Any] = ()) -> SpannedTokens:
         for mark in PICTURE_MARK.finditer(text):
             if mark.group() not in self._tokens_of_pictures:
-                detail = f"{mark.group()} stands where no picture can be, e.g. in thoughts, calls or tools"
+                detail = f"{mark.group()} stands where no image can be, e.g. in thoughts, calls or tools"
                 raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
         if not pictures and not self._marks({"type": "text", "text": text}):
             return super()._tokens(text, is_document=is_document)
@@ -192,7 +192,7 @@ def _split(part: Message) -> list[Message]:
 
 
 def _content(parts: list[Message]) -> Content:
-    """The content as templates take it: a text if it has no pictures."""
+    """The content as templates take it: a text if it has no images."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return [part if part["type"] == "text" else {"type": part["type"]} for part in parts]
@@ -205,7 +205,7 @@ def _reference(mark: Message, left: Any) -> Any:
     number, reference = next(left)
     if mark.get("index") not in (None, number):
         detail = f"index {mark['index']} in a part of type {mark['type']}, which stands for number {number}"
-        raise BadRowError(BadReason.MARKERS_MISMATCH, f"{detail}; name pictures in the order of their marks")
+        raise BadRowError(BadReason.MARKERS_MISMATCH, f"{detail}; name images in the order of their marks")
     return reference
 
 

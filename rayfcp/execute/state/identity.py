@@ -3,7 +3,7 @@ are cut over devices or files.
 
 The number of a tensor is the sum over its elements of (bits of the value in fp32) * f_0(i_0) * f_1(i_1) * ... modulo
 2^64, with an odd pseudo-random factor for each index of each dimension. Parts add up to the whole. A change of one
-element changes the sum with certainty, since its factor is odd; any other change does but for one in at least 2^32.
+element always changes the sum, since its factor is odd; of other changes at most one in 2^32 does not.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,14 +21,14 @@ _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of SplitMix64 (Steele et al., 2014, figure 16)."""
 _SHIFTS = (30, 27, 31)
 SEED = "run.seed"
-"""Stands for the tensors of weights that are drawn."""
+"""Key that stands for weights that are drawn from this seed."""
 _CHUNK_ELEMENTS, _ON_ACCELERATORS = 1 << 18, 1 << 24
 """Elements whose products exist at a time: 2 MiB, which stay in a core's cache; or enough to hide launches."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 
 
 def read_weight(name: str, values: Tensor, *, box: Box) -> ReadWeight:
-    """Return the content of `values`, those of the tensor `name` in `box`, which is not empty; plain floating-point
+    """Return the content of `values`, the part of the tensor `name` in `box`, which is not empty: floating-point
     numbers of any dtype. The same values in bfloat16 and float32 have the same content."""
     if values.dtype not in _BITS:
         values = values.float()
@@ -61,7 +61,7 @@ def _signed(value: int) -> int:
 
 
 def contents_of(weights: Iterable[ReadWeight]) -> dict[str, str]:
-    """Return the content of each whole tensor, 16 hex digits by name, of parts that devices have read.
+    """Return the content of each whole tensor as 16 hex digits, keyed by name, from the parts that devices have read.
 
     Raises:
         ConfigError: Two devices have read other values for the same part.
@@ -79,8 +79,8 @@ def contents_of(weights: Iterable[ReadWeight]) -> dict[str, str]:
 
 
 def first_weights(model: ModelConfig, *, seed: int, read: Iterable[ReadWeight]) -> dict[str, str]:
-    """Return the contents of the weights of `model` that are not trained, of which devices have `read` some: the seed
-    where they are drawn, empty where there are none."""
+    """Return the contents of the weights of `model` that are not trained, from the parts that devices have `read`: the
+    seed if they are drawn, empty if all weights are trained."""
     if found := contents_of(read):
         return found
     is_drawn = model.init == "random" and (model.lora.rank is not None or model.freeze_vision)
@@ -94,7 +94,7 @@ def check_contents(
     the difference if the user accepts others.
 
     Raises:
-        ConfigError: They are others; names the first tensor that differs.
+        ConfigError: They differ; names the first such tensor.
     """
     changed = [name for name in sorted({*found, *known}) if found.get(name) != known.get(name)]
     if not changed:
