@@ -18,13 +18,12 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
-from transformers.utils import cached_file
 
 from rayfcp.cluster.dataset import Dataset, open_dataset
 from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.config.data import DataConfig
 from rayfcp.data import TokenReader, cached_prepare
-from rayfcp.data.hub import locate, reason_of
+from rayfcp.data.hub import find_file, locate, reason_of
 from rayfcp.data.manifest import PreparedManifest
 from rayfcp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from rayfcp.models.library import config_at, decoder_of, is_saved_classifier, text_of
@@ -70,8 +69,7 @@ def check_tokenizer(teacher: str, *, manifest: PreparedManifest, data: DataConfi
         ConfigError: They have different ids for a token.
     """
     source, local_only = locate(teacher, key="TEACHER")
-    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
-    if not any(cached_file(source, name, **options) for name in TOKENIZER_FILES):
+    if not any(find_file(source, name, local_only=local_only) for name in TOKENIZER_FILES):
         return _not_compared(f"{teacher} has no tokenizer")
     if data.tokenizer == ByteTokenizer.name:
         raise ConfigError(
@@ -103,10 +101,7 @@ def open_teacher(teacher: str, *, device: str, max_seqlen: int) -> Any:
             before it.
     """
     source, local_only = locate(teacher, key="TEACHER")
-    try:
-        config = config_at(teacher)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path is", "TEACHER is", 1)) from error
+    config = config_at(teacher, key="TEACHER")
     kind = config.model_type
     if config.is_encoder_decoder or is_saved_classifier(config):
         what = "an encoder" if config.is_encoder_decoder else "the head of a classifier"

@@ -35,6 +35,16 @@ def locate(name: str, *, key: str) -> tuple[str, bool]:
     return name, bool(problem)
 
 
+def find_file(source: str, file: str, *, local_only: bool) -> Path | None:
+    """Return the path of a file on this machine, fetched if it is on the hub; None if it does not exist. `source` and
+    `local_only`: from `locate`."""
+    from transformers.utils import cached_file
+
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(source, file, local_files_only=local_only, **options)
+    return None if found is None else Path(found)
+
+
 def check_no_adapter(name: str, *, key: str) -> None:
     """Refuse a folder with an adapter, alone or beside a model: transformers would open it with the adapter, which we
     do not train further.
@@ -42,11 +52,8 @@ def check_no_adapter(name: str, *, key: str) -> None:
     Raises:
         ConfigError: There is one, or as `locate`.
     """
-    from transformers.utils import cached_file
-
     source, local_only = locate(name, key=key)
-    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
-    if cached_file(source, ADAPTER_FILE, **options, _raise_exceptions_for_connection_errors=False) is not None:
+    if find_file(source, ADAPTER_FILE, local_only=local_only) is not None:
         raise ConfigError(
             f"{key} is {name!r}, which holds an adapter ({ADAPTER_FILE}): an adapter is neither continued nor read "
             "beside a model; merge it first (rayfcp export RUN OUT --merge of the run that trained it, or PEFT's "

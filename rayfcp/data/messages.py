@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayfcp.data.rows import BadReason, BadRowError
+from rayfcp.values.counted import counted
 
 Message = dict[str, Any]
 
@@ -283,6 +284,16 @@ _SIZE_KEYS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "res
 _TIME_KEYS = ("nframes", "num_frames", "min_frames", "max_frames", "fps", "sample_fps", "video_start", "video_end")
 _UNREAD_KEYS = frozenset(("text", *_SIZE_KEYS, *_TIME_KEYS))
 """Keys of an image's part that are refused, since they would change its tokens."""
+
+
+def check_marks(num_marks: int, num_images: int, *, kind: str) -> None:
+    """
+    Raises:
+        BadRowError: The numbers differ.
+    """
+    if num_marks != num_images:
+        detail = f"{counted(num_marks, 'mark')} of {kind}s for {counted(num_images, kind)}"
+        raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
 
 
 def _part(part: Any) -> Message:

@@ -10,13 +10,12 @@ from rayfcp.data.account import ReadAccount
 from rayfcp.data.columns import LARGE_COLUMNS, RowColumns
 from rayfcp.data.formats import CountCall, Record, TableColumns, read_records
 from rayfcp.data.kinds import is_metadata
-from rayfcp.data.messages import Forms
+from rayfcp.data.messages import Forms, check_marks
 from rayfcp.data.pretokenized import token_rows
-from rayfcp.data.rows import BadReason, BadRow, BadRowError, RawRow, TokenRow
+from rayfcp.data.rows import BadRow, BadRowError, RawRow, TokenRow
 from rayfcp.data.sources import InputFile
 from rayfcp.data.storage import UnreadableFileError
 from rayfcp.data.tokenizer import TokenArray, Tokenizer
-from rayfcp.values.counted import counted
 
 _BATCH_ROWS, _BATCH_SIZE = 256, 1 << 20
 """Rows, and characters or tokens, that are tokenised in one call: enough for the tokenizer's threads."""
@@ -149,18 +148,8 @@ class _Encoder:
             samples = self.chat(raw.chat)
         else:
             samples = token_rows(raw.tokens or {"input_ids": text}, account=self.account)
-        for sample in samples if self.tokenizer.picture_marks else ():
-            _check_no_marks(sample, self.tokenizer.picture_marks)
+        for token, kind in self.tokenizer.picture_marks.items():
+            for sample in samples:  # without images: its tokens and labels have none
+                for values in (sample.tokens, sample.labels):
+                    check_marks(0 if values is None else int(np.count_nonzero(values == token)), 0, kind=kind)
         return samples
-
-
-def _check_no_marks(row: TokenRow, marks: Mapping[int, str]) -> None:
-    """
-    Raises:
-        BadRowError: A token, or a label, of a row without images stands for one.
-    """
-    for token, kind in marks.items():
-        for values in (row.tokens, row.labels):
-            if values is not None and (found := int(np.count_nonzero(values == token))):
-                detail = f"{counted(found, 'mark')} of {kind}s (token {token}) for 0 {kind}s"
-                raise BadRowError(BadReason.MARKERS_MISMATCH, detail)

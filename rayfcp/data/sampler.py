@@ -100,7 +100,7 @@ _REMEDIES = {
     "mixture": "the mixture of data.sources, data.temperature and data.schedule",
     "data": "data.paths (their content)",
 }
-_OTHER_TOKENS = {"data": "data.tokenizer or data.processor (its content, by which other tokens are made of the rows)"}
+_OTHER_TOKENS = {"data": "data.tokenizer or data.processor (its content, which makes other tokens of the rows)"}
 
 
 class Sampler:

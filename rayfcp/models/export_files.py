@@ -21,14 +21,13 @@ from transformers.utils import (
     PROCESSOR_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
-    cached_file,
 )
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.config.models import WEIGHT_SUFFIXES
 from rayfcp.data.chat import ChatEncoder, template_text, without_marks
-from rayfcp.data.hub import locate
+from rayfcp.data.hub import find_file, locate
 from rayfcp.data.rows import IGNORED, BadRowError
 from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rayfcp.models.library import text_of
@@ -64,9 +63,7 @@ class ModelFiles:
 
     def find(self, name: str) -> Path | None:
         """Return the path of a file on this machine, fetched if it is on the hub; None if it does not exist."""
-        options = {"local_files_only": self._local_only, "_raise_exceptions_for_missing_entries": False}
-        found = cached_file(self._source, name, _raise_exceptions_for_connection_errors=False, **options)
-        return None if found is None else Path(found)
+        return find_file(self._source, name, local_only=self._local_only)
 
     def _listed(self) -> set[str]:
         if not self._local_only:

@@ -103,26 +103,26 @@ def lora_module() -> ModuleType:
     return import_module("rayfcp.models.lora")
 
 
-def config_at(path: str) -> PreTrainedConfig:
-    """Return the configuration of the model at `path`, with all of its parts, without quantization settings: weights
-    are plain here (`pretrained.WeightFiles` refuses others).
+def config_at(path: str, *, key: str = "model.path") -> PreTrainedConfig:
+    """Return the configuration of the model at `path`, which `key` names, with all of its parts, without quantization
+    settings: weights are plain here (`pretrained.WeightFiles` refuses others).
 
     Raises:
         ConfigError: There is no model, or it has an adapter.
     """
-    check_no_adapter(path, key="model.path")
-    source, local_only = locate(path, key="model.path")
+    check_no_adapter(path, key=key)
+    source, local_only = locate(path, key=key)
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(
             source, local_files_only=local_only, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path is {path!r}, no Hugging Face model is there ({reason_of(error)}); give a folder"
+            f"{key} is {path!r}, no Hugging Face model is there ({reason_of(error)}); give a folder"
         ) from error
     except Exception as error:  # whatever a family's own code raises
         raise ConfigError(
-            f"model.path is {path!r}, its configuration cannot be read ({type(error).__name__}: {reason_of(error)}); "
+            f"{key} is {path!r}, its configuration cannot be read ({type(error).__name__}: {reason_of(error)}); "
             "correct its config.json"
         ) from error
     parts = (getattr(found, name, None) for name in found.sub_configs)

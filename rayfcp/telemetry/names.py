@@ -157,8 +157,8 @@ METRICS: tuple[Metric, ...] = (
     _counter(
         "sequences_skipped_total",
         "sequences",
-        "Rows of the data that were dropped, found anew at each start; picture_broken: rows without targets since an "
-        "image of theirs cannot be decoded, counted as they are met",
+        "Rows of the data that were dropped, counted again at each start; picture_broken: rows without targets since "
+        "an image cannot be decoded, counted once",
         "reason",
     ),
     _counter(

@@ -39,7 +39,7 @@ def test_the_processor_is_that_of_the_model(folder: Path) -> None:
 def test_runs_that_read_no_pictures_say_so(folder: Path, sections: dict[str, Any]) -> None:
     config = config_of(folder, **sections)
     assert config.data.processor is None
-    assert (config.pictures or "").startswith("pictures are not read, rows that have some are refused")
+    assert (config.pictures or "").startswith("images are not read, rows that have some are refused")
 
 
 def test_other_models_have_a_tokenizer_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,10 @@ import numpy.typing as npt
 
 from rayfcp.config import ConfigError
 from rayfcp.data.hub import locate, reason_of
-from rayfcp.data.rows import BadReason, BadRowError
+from rayfcp.data.messages import check_marks
 from rayfcp.data.tokenizer import HuggingFaceTokenizer, SpannedTokens, TokenArray
 from rayfcp.data.vision.layout import Integers, MediaGrid, MediaItem, place, runs_of
 from rayfcp.values import Images
-from rayfcp.values.counted import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -234,8 +233,9 @@ class ImageTokenizer(HuggingFaceTokenizer):
         super().__init__(name)
         self.family = _family(name, self._tokenizer)
         processor = self.family.processor
-        known, marks = self._tokenizer.get_vocab(), ((processor.image_token, "image"), (processor.video_token, "video"))
-        self.picture_marks = {known[token]: kind for token, kind in marks if token in known}
+        known = self._tokenizer.get_vocab()
+        self.mark_kinds = {processor.image_token: "image", processor.video_token: "video"}
+        self.picture_marks = {known[mark]: kind for mark, kind in self.mark_kinds.items() if mark in known}
         if processor.chat_template:
             self._tokenizer.chat_template = processor.chat_template
         settings = [type(processor).__mro__[1].__name__, str(processor.chat_template), self.fingerprint]
@@ -276,31 +276,22 @@ class ImageTokenizer(HuggingFaceTokenizer):
             stop = int(np.searchsorted(tokens.starts, last + len(closing.group())))
         return start, stop
 
+    def kinds_in(self, text: str) -> list[str]:
+        """Return the kinds of the processor's marks in a text, in order."""
+        return [self.mark_kinds[mark] for mark in re.findall("|".join(map(re.escape, self.mark_kinds)), text)]
+
     def _ordered(self, text: str, grids: Sequence[MediaGrid]) -> list[MediaGrid]:
         """`grids` in the order of their markers in the text."""
         of_kind = {kind: [grid for grid in grids if grid.is_video is kind] for kind in (False, True)}
-        processor = self.family.processor
-        markers = f"({re.escape(processor.video_token)})|{re.escape(processor.image_token)}"
-        order = [match.group(1) is not None for match in re.finditer(markers, text)]
-        for kind, own in of_kind.items():
-            check_marks(order.count(kind), len(own), is_video=kind)
+        order = [kind == "video" for kind in self.kinds_in(text)]
+        for is_video, own in of_kind.items():
+            check_marks(order.count(is_video), len(own), kind="video" if is_video else "image")
         left = {kind: iter(each) for kind, each in of_kind.items()}
         return [next(left[kind]) for kind in order]
 
     def is_mark(self, tokens: TokenArray) -> Any:
         """True for each token that stands for a part of an image, `[tokens]`."""
         return np.isin(tokens, list(self.family.marks))
-
-
-def check_marks(num_marks: int, num_pictures: int, *, is_video: bool) -> None:
-    """
-    Raises:
-        BadRowError: The numbers differ.
-    """
-    if num_marks != num_pictures:
-        name = "video" if is_video else "image"
-        detail = f"{counted(num_marks, 'mark')} of {name}s for {counted(num_pictures, name)}"
-        raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
 
 
 def _original_spans(tokens: SpannedTokens, *, markers: Integers, length: int) -> tuple[Integers, Integers]:

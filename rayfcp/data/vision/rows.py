@@ -1,13 +1,10 @@
 """Rows with images, from files to tokens.
 
-A row is a conversation or a text, as without images, beside columns `images` and `videos`. `<image>` and `<video>` in a
-text, and parts of a content of type `image` and `video`, are marks of images: a part may name its image itself, all
-others stand for the next image or the next video of the columns. An image is bytes, a path, or
-`{"bytes": ..., "path": ...}`; a video is a list of images, its frames. Paths are relative to the folder of the row's
-file.
+A row is a conversation or a text, as without images, beside columns `images` and `videos`. Marks of images are
+`<image>` and `<video>` in a text, and parts of a content of type `image` and `video`. A part may name its image
+(`references`); all other marks stand for the next image or the next video of the columns.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.data.chat import ChatEncoder, check_texts_alone
-from rayfcp.data.messages import PICTURE_MARK, Chat, Message, read_chat
+from rayfcp.data.messages import PICTURE_MARK, Chat, Message, check_marks, read_chat
 from rayfcp.data.rows import BadReason, BadRowError, TokenRow, checked_text
 from rayfcp.data.tokenizer import SpannedTokens
 from rayfcp.data.vision.layout import RUN_FIELDS, MediaGrid, RowImages
-from rayfcp.data.vision.processors import ImageTokenizer, ImageTokens, check_marks, load_processor
+from rayfcp.data.vision.processors import ImageTokenizer, ImageTokens, load_processor
 from rayfcp.data.vision.references import PictureReader, frames_of, listed, videos_of
 from rayfcp.values.counted import counted
 
 Content = str | list[Message]
 Reference = tuple[str, Any]
-"""Kind of an image, and the value that names it or has its bytes."""
+"""Kind (image or video), and the value that names it or has its bytes."""
 
 
 class _Item(NamedTuple):
@@ -40,8 +37,8 @@ class RowEncoder(ChatEncoder):
     `data.chat_template` names none."""
 
     def encode(self, media: Mapping[str, Any], url: str) -> list[TokenRow]:
-        """Samples of the row, with the files of its images; a `MediaEncoder` of `rayfcp.data.readers`. `url`: the file
-        that holds the row.
+        """Return the samples of the row, with the files of its images; a `MediaEncoder` of `rayfcp.data.readers`.
+        `url`: the file that holds the row.
 
         Raises:
             BadRowError: Anything in it cannot be used, or marks and images do not match.
@@ -88,12 +85,6 @@ class RowEncoder(ChatEncoder):
     def _processor(self) -> ImageTokenizer:
         return load_processor(str(self._data.processor))
 
-    @cached_property
-    def _tokens_of_pictures(self) -> dict[str, str]:
-        """Kinds of images, keyed by the processor's own marks."""
-        library = self._processor.family.processor
-        return {library.image_token: "image", library.video_token: "video"}
-
     def _referred(
         self, contents: Sequence[Content], columns: Mapping[str, Sequence[Any]]
     ) -> tuple[list[Content], list[list[Reference]]]:
@@ -106,26 +97,25 @@ class RowEncoder(ChatEncoder):
         marks = [[mark for part in own for mark in self._marks(part)] for own in parts]
         for kind, column in columns.items():
             named = [mark.get("reference") is not None for own in marks for mark in own if mark["type"] == kind]
-            check_marks(len(named), len(column) + sum(named), is_video=kind == "video")
+            check_marks(len(named), len(column) + sum(named), kind=kind)
         left = {kind: enumerate(column) for kind, column in columns.items()}
         references = [[(mark["type"], _reference(mark, left[mark["type"]])) for mark in own] for own in marks]
         return [_content(own) for own in parts], references
 
     def _marks(self, part: Message) -> list[Message]:
-        """The marks of a part: itself, or the processor's own in its text."""
+        """Return the marks of a part: itself, or the processor's own in its text."""
         if part["type"] != "text":
             return [part]
-        found = re.findall("|".join(map(re.escape, self._tokens_of_pictures)), part["text"])
-        return [{"type": self._tokens_of_pictures[token]} for token in found]
+        return [{"type": kind} for kind in self._processor.kinds_in(part["text"])]
 
     def _text(self, content: Content) -> str:
-        """The text of a content that no template renders."""
+        """Return a content as text with the processor's markers, for rows that no template renders."""
         family = self._processor.family
         markers = {"image": family.image_marker, "video": family.video_marker}
         return "".join(markers.get(part["type"]) or part["text"] for part in _parts(content))
 
     def _conversation(self, chat: Chat) -> list[TokenRow]:
-        """The samples of a conversation; contents are all lists if the template takes no others."""
+        """Return the samples of a conversation. All contents become lists if the template takes no others."""
         try:
             return super()._conversation(chat)
         except BadRowError as error:
@@ -139,10 +129,10 @@ class RowEncoder(ChatEncoder):
 
     def _tokens(self, text: str, *, is_document: bool, pictures: Sequence[Any] = ()) -> SpannedTokens:
         for mark in PICTURE_MARK.finditer(text):
-            if mark.group() not in self._tokens_of_pictures:
+            if mark.group() not in self._processor.mark_kinds:
                 detail = f"{mark.group()} stands where no image can be, e.g. in thoughts, calls or tools"
                 raise BadRowError(BadReason.MARKERS_MISMATCH, detail)
-        if not pictures and not self._marks({"type": "text", "text": text}):
+        if not pictures and not self._processor.kinds_in(text):
             return super()._tokens(text, is_document=is_document)
         grids = [each.grid for each in pictures]
         found = self._processor.encode_images(
@@ -184,7 +174,7 @@ def _parts(content: Content) -> list[Message]:
 
 
 def _split(part: Message) -> list[Message]:
-    """A text as parts, with one for each of its marks."""
+    """Return a text as parts: one for each mark and each text between marks."""
     if part["type"] != "text":
         return [part]
     pieces = enumerate(PICTURE_MARK.split(part["text"]))
@@ -192,14 +182,14 @@ def _split(part: Message) -> list[Message]:
 
 
 def _content(parts: list[Message]) -> Content:
-    """The content as templates take it: a text if it has no images."""
+    """Return the content as templates take it: a text if it has no images."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return [part if part["type"] == "text" else {"type": part["type"]} for part in parts]
 
 
 def _reference(mark: Message, left: Any) -> Any:
-    """The reference that the mark has, or the next of its column."""
+    """Return the reference of a mark, or the next of its column."""
     if mark.get("reference") is not None:
         return mark["reference"]
     number, reference = next(left)

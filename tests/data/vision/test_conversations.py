@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[dict[str, Any], BadReason, str]] = {
     "mark in thoughts": (
         {"messages": [{"role": "user", "content": "Q"}, {**ANSWER, "reasoning_content": "<image>"}]},
         BadReason.MARKERS_MISMATCH,
-        "<image> stands where no picture can be",
+        "<image> stands where no image can be",
     ),
     "mark and part": (
         {**of_parts({"type": "image"}, {"type": "text", "text": "<image>"}), **ONE},

@@ -423,7 +423,7 @@ def test_members_of_webdataset_shards(tmp_path: Path, qwen: ImageTokenizer) -> N
         (4, BadReason.WRONG_TYPE),
         (5, BadReason.MISSING_COLUMN),
     ]
-    assert "its json names pictures other.png" in named[0][2]
+    assert "its json names images other.png" in named[0][2]
     assert "5.mp4 is a film" in named[1][2]
 
 
