@@ -20,8 +20,7 @@ _SEED = 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
     """A set `name` in a prepared `folder`, of which the `draws` of the index are evaluated, in this order. `reference`:
-    as of `Sampler`. `max_bad_fraction`: tolerated fraction of evaluated rows with
-    broken images."""
+    as of `Sampler`. `max_bad_fraction`: tolerated fraction of evaluated rows with broken images."""
 
     name: str
     folder: str

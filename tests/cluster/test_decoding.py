@@ -120,7 +120,7 @@ class Storage(Trouble):
 def test_storage_that_fails_for_a_while_stops_no_run_and_for_good_ends_it_with_its_state(
     images: Path, tmp_path: Path
 ) -> None:
-    """Whether its images are broken is another matter: none is, and no loss is that of no target."""
+    """No image counts as broken, and every step has a loss of targets."""
     rows = [row for row in (images / "rows" / "rows.jsonl").read_text().splitlines() if "images" in json.loads(row)]
     (images / "rows" / "good.jsonl").write_text("\n".join(rows[1:]))
     keys = {"data.paths": images / "rows" / "good.jsonl", "train.steps": 60, "data.decoder_actors": 0}

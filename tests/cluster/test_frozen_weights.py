@@ -44,7 +44,7 @@ def joined(contents: Mapping[str, int], *, num_devices: int) -> list[Joined]:
 
 
 class Resumed:
-    """What a run that resumes in a folder checks and says."""
+    """Checks and messages of a run that resumes in a folder."""
 
     def __init__(self, config: Config) -> None:
         self.said: list[str] = []
@@ -75,7 +75,7 @@ def write(config: Config, resumed: Resumed | None) -> Path:
 
 
 def test_frozen_weights_are_kept(tmp_path: Path) -> None:
-    """By recoveries on any number of devices, and by runs that resume."""
+    """Recoveries on any number of devices, and runs that resume, keep the frozen weights."""
     config = adapted(tmp_path)
     first = Resumed(config)
     first.reads(FIRST, num_devices=1)

@@ -227,7 +227,8 @@ def checkpoint_of(config: Config, weights: Mapping[str, str] | None) -> None:
 
 @pytest.mark.parametrize("key", ["model", "loss"])
 def test_a_run_keeps_its_reference_model(folder: Path, tmp_path: Path, key: str) -> None:
-    """Found by content, before anything is computed: a copy elsewhere is the same model, another seed another."""
+    """Contents are compared before anything is computed: a copy elsewhere is the same model, another seed gives
+    another."""
     computed = Computed(empty(folder))
     base = tmp_path / "base"
     shutil.copytree(folder / "model", base)

@@ -1,4 +1,4 @@
-"""The processor of a vision-language model's folder reads the pictures of rows."""
+"""The processor of a vision-language model's folder reads the images of rows."""
 
 import json
 from pathlib import Path

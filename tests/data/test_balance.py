@@ -218,7 +218,7 @@ def test_pairs_that_the_cut_makes_equal_are_not_trained(tmp_path: Path) -> None:
 
 
 def test_pairs_without_an_answer_within_the_cut_are_not_trained(tmp_path: Path) -> None:
-    """One that lacks either answer is left out as a whole, so that losses are means over pairs with both."""
+    """A pair that lacks either answer is left out as a whole, so that losses are means over pairs with both."""
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "d"}, {"prompt": "abcd", "chosen": "e", "rejected": "f"}]
     made = prepared(tmp_path, [rows], rows="pairs")
     index = LengthIndex(made, max_seqlen=4, long_sequences="cut", vocab_size=None)

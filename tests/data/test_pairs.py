@@ -48,7 +48,7 @@ def lists(*rows: TokenRow) -> list[list[list[int]]]:
 
 words = st.text(any_letters, min_size=1, max_size=8)
 PIECES = [f"{letter * 3} has {letter * 2}" for letter in "cdefghij"]
-"""Texts of several words, of which none is a part of another."""
+"""Texts of several words; none is a part of another."""
 
 
 @few_examples
@@ -82,7 +82,7 @@ def test_every_text_of_a_row_is_rendered_once_or_the_row_is_refused(
     folder_of: Callable[..., str],  # noqa: F811
     data: st.DataObject,
 ) -> None:
-    """Whatever part of the prompt both answers repeat, as texts or as messages."""
+    """Answers may repeat any part of the prompt, as texts or as messages."""
     encode = encoder(folder_of(unmarked(read("chatml"))), loss_on="last_assistant")
     pieces = data.draw(st.permutations(PIECES))
     system = [{"role": "system", "content": pieces.pop()}] * data.draw(st.integers(0, 1))

@@ -19,14 +19,14 @@ from tests.models.folders import SHAPE, saved
 from tests.models.self_taught import BOUND, script, self_taught, with_curve
 
 VOCAB = 300
-"""At least the words of `tokenizer_folder`."""
+"""Vocabulary size, at least that of `tokenizer_folder`."""
 PLAIN = ("qwen3", "qwen3_moe", "phi3", "minicpm3", "nemotron", "glm4_moe", "gpt2", "modernbert-decoder", "qwen3_next")
 """Families that neither scale nor cap logits, of several kinds of heads, experts and layers."""
 
 
 def test_a_model_that_is_its_own_teacher_has_no_loss() -> None:
-    """With all words, in every family that scales or caps its logits and in some others: of the others that train, too,
-    by the command of `tests/models/self_taught.py`. So are log-probabilities for evaluation and references."""
+    """The loss of a model that teaches itself with all words is 0, and its log-probabilities are the library's, in
+    every family that scales or caps logits and in some others. `tests/models/self_taught.py` tries all that train."""
     taught = set()
     for family in CAUSAL_FAMILIES:
         try:
@@ -57,7 +57,7 @@ def logits_of(model: Any, ids: np.ndarray) -> Tensor:
 def test_the_logits_are_those_of_the_library_in_the_dtype_of_the_files(
     what: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Of a model with images, those of text alone."""
+    """For a model with images, the logits are those of text alone."""
     saved(tmp_path, what, dtype=dtype)
     job = script()
     model = job["open_teacher"](str(tmp_path), device="cpu", max_seqlen=23)

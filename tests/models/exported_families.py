@@ -49,7 +49,7 @@ def write_base(family: str, folder: Path) -> None:
 
 
 def problem_of(family: str, folder: Path) -> str:
-    """What is wrong with the export; empty if nothing is.
+    """Return what is wrong with the export; empty if nothing is.
 
     Raises:
         ConfigError: the family does not run.

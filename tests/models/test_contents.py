@@ -116,7 +116,7 @@ def test_rounded_weights_are_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_a_model_reads_the_contents_of_its_files(dtype: str, quantize: str | None, tmp_path: Path) -> None:
-    """Whatever it computes in, and packed or not."""
+    """Contents do not depend on the dtype of the run, nor on packing."""
     keys = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "base").mkdir()
     run = ModelConfig.model_validate(

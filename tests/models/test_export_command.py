@@ -193,7 +193,7 @@ def tensors(out: Path) -> dict[str, Tensor]:
     [({}, []), ({**LORA, "quantize": "nf4", "dora": True}, ["--merge"]), (LORA, ["--merge"]), (LORA, [])],
 )
 def test_numbers_are_rounded_once(dtype: str, lora: dict[str, Any], words: Sequence[str], tmp_path: Path) -> None:
-    """Whatever the run's precision: in bfloat16 they are those in float32, rounded."""
+    """For a run of any precision, numbers in bfloat16 equal those in float32, rounded."""
     _, held = written_run(tmp_path, "packed", dtype=dtype, lora=lora)
     wide = tensors(export(tmp_path, "wide", *words, "--dtype", "float32"))
     short = tensors(export(tmp_path, "short", *words, "--dtype", "bfloat16"))

@@ -205,7 +205,7 @@ ProcessorFamily = Qwen3VL | InternVL
 numbers per patch; `has_grid_positions`: tokens have three positions each, by the library's `get_rope_index`;
 `units_apart`: every unit has other tokens around it; `opening`, `closing`: patterns of the text that the library puts
 around the tokens of an image or a video; `image_marker`, `video_marker`: placeholders of an image or a
-video in a text that was not made by a chat template."""
+video in a text that no chat template rendered."""
 
 
 def _shapes(grids: Sequence[MediaGrid], *, is_video: bool) -> npt.NDArray[np.int64]:
@@ -261,13 +261,13 @@ class ImageTokenizer(HuggingFaceTokenizer):
         for grid, own in zip(ordered, starts, strict=True):
             stop = int(own[-1]) + grid.unit_tokens
             shape = (grid.units, grid.height, grid.width)
-            span = self._with_marks(expanded.text, tokens, int(own[0]), stop)
+            span = self._with_marks(expanded.text, tokens, start=int(own[0]), stop=stop)
             items.append(MediaItem(int(grid.is_video), *shape, *span, grid.parts))
             runs += runs_of(own, num_tokens=grid.unit_tokens, num_patches=grid.height * grid.width)
         first, ends = _original_spans(tokens, markers=expanded.markers, length=len(text))
         return ImageTokens(ids=tokens.ids, starts=first, stops=ends, items=tuple(items), runs=tuple(runs))
 
-    def _with_marks(self, text: str, tokens: SpannedTokens, start: int, stop: int) -> tuple[int, int]:
+    def _with_marks(self, text: str, tokens: SpannedTokens, *, start: int, stop: int) -> tuple[int, int]:
         """Extend tokens `[start, stop)` of an image or a video in `text` by the marks that open and close it."""
         first, last = int(tokens.starts[start]), int(tokens.stops[stop - 1])
         if opening := re.search(rf"(?:{self.family.opening})\Z", text[max(first - _MARK_CHARACTERS, 0) : first]):

@@ -21,7 +21,7 @@ INTERN_TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""InternVL's, without tools."""
+"""Template of InternVL, without tools."""
 TILE = 28
 """Edge of an InternVL tile: 2 x 2 patches of 14 pixels, one token."""
 

@@ -1,5 +1,5 @@
-"""Conversations and texts with pictures are read as those without: tokens, labels, reasons and what is left out equal
-those of the same rows with a character in place of each picture."""
+"""Conversations and texts with images give the tokens, labels, reasons and ignored columns of the same rows with a
+character in place of each image."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ SHOWN = SHOW + TEMPLATE.replace("m.content", "show(m.content)")
 LAST_THOUGHT = unmarked(SHOWN).replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}")
 TEMPLATES = {"marked": SHOWN, "unmarked": unmarked(SHOWN), "last thought": LAST_THOUGHT}
 STAND_INS = {"\ue000": "image", "\ue001": "video"}
-"""Characters in place of pictures."""
+"""Characters in place of images."""
 SIZES = ((40, 40), (40, 70), (64, 33), (30, 90))
 FAMILIES = ("qwen", "intern")
 
@@ -60,7 +60,7 @@ def processors(tmp_path_factory: pytest.TempPathFactory, qwen: ImageTokenizer, i
 
 
 CONTENTS = ("history", "text", "instruction", "input", "output", "messages", "conversations", "prompt", "completion")
-"""Columns with contents, in the order in which they are read."""
+"""Columns with contents, in reading order."""
 Change = Callable[..., Any]
 
 
@@ -91,7 +91,7 @@ def changed(values: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """A row with stand-ins, and the row with its pictures, of which each is a list of files."""
+    """A row with stand-ins, and the row with its images, each a list of files."""
 
     plain: dict[str, Any]
     shown: dict[str, Any]
@@ -404,7 +404,7 @@ def test_sources_and_evaluation_sets_have_rules_of_their_own(processors: Process
 
 
 def test_templates_that_take_lists_alone(processors: Processors, tmp_path: Path) -> None:
-    """As those of some processors do; a template that takes texts alone has no place for pictures."""
+    """Templates of some processors take lists alone; a template that takes texts alone has no place for images."""
     whole = SHOWN.replace("content is string", "false").replace("IMAGE", processors("qwen").family.image_marker)
     row = {"messages": [{"role": "system", "content": "be"}, *TALK], **ONE}
     (tmp_path / "lists.jinja").write_text(whole)

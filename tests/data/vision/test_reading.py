@@ -1,4 +1,5 @@
-"""What cannot be read is no broken image: it is tried again and names its file. Only bytes that were read can break."""
+"""Images that cannot be read are not broken: reading is tried again, and errors name the file. Broken ones were
+read."""
 
 import shutil
 import time
@@ -99,7 +100,7 @@ def the_whole_folder_is_gone(shown: Shown) -> None:
 
 
 def another_one(shown: Shown) -> None:
-    """Larger, so that all bytes of the image can be read, and mean nothing."""
+    """The file is larger, so all bytes of the image can be read but mean nothing."""
     shown.file.write_bytes(bytes(2 * len(shown.bytes)))
 
 

@@ -1,4 +1,4 @@
-"""References to pictures: every form gives the same bytes, and what cannot be read is told from what storage loses."""
+"""References to images: every form gives the same bytes; missing and broken images differ from failures of storage."""
 
 import base64
 import errno

@@ -277,7 +277,7 @@ NAMED = {"a.png": PNG, "wide.png": WIDE, "broken.png": BROKEN}
 @few_examples
 @given(rows=st.lists(st.lists(st.sampled_from(sorted(NAMED)), max_size=3), min_size=1, max_size=5))
 def test_equal_pictures_are_stored_and_decoded_once(qwen: ImageTokenizer, rows: list[list[str]]) -> None:
-    """And every row has the values, and the state, that it has alone."""
+    """Each row has the values, and the state, that it has alone."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "broken.png").write_bytes(BROKEN)
@@ -367,7 +367,7 @@ def test_pictures_that_cannot_be_read_are_refused_by_name(
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
 def test_folders_of_pictures_with_metadata(tmp_path: Path, qwen: ImageTokenizer, name: str) -> None:
-    """As the library `datasets` has them."""
+    """Columns and files are those of the library `datasets`."""
     folder = tmp_path / "cats"
     folder.mkdir()
     (folder / "a.png").write_bytes(PNG)
