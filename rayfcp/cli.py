@@ -225,7 +225,7 @@ def _add_export(commands: _Commands) -> None:
         "--dtype", choices=("bfloat16", "float32"), help="precision of the weights (default: model.dtype of the run)"
     )
     export.add_argument("--merge", action="store_true", help="add adapters (model.lora) to the weights beside them")
-    export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="over the run's configuration")
+    export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replace keys of the run's configuration")
     export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
 
 

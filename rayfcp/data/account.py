@@ -58,8 +58,8 @@ class ReadAccount:
             )
         for token, count in self.begun_twice.items():
             found.append(
-                f"{counted(count, 'row')} beginning with {printable(token)} twice, of the text and of the tokenizer; "
-                "remove it from texts that were rendered before, or give their conversations"
+                f"{counted(count, 'row')} beginning with {printable(token)} twice, once in the text and once by the "
+                "tokenizer; remove it from rendered texts, or give their conversations"
             )
         return found
 

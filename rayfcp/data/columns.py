@@ -171,7 +171,7 @@ class RowColumns:
             return BadRowError(BadReason.UNUSED_COLUMN, f"{beside} is not read: give {UNREAD_MASKS[name]}")
         if name not in form.refuses and name not in _PICTURES:
             detail = (
-                f"{beside} holds files, bytes with their path: rename it to images if it holds some, or leave it out"
+                f"{beside} holds files, bytes with their path: leave it out, or rename it to images if it holds images"
             )
             return BadRowError(BadReason.UNUSED_COLUMN, detail)
         remedy = "leave the column out" if form.kind != "text" else "give messages, or leave the column out"

@@ -101,7 +101,7 @@ class RankEngine:
     def _open_source(self, folder: str) -> DataSource:
         reader, processor = TokenReader.open(folder), self._config.data.processor
         vision = None
-        if processor is not None and reader.has_images:  # else a host needs neither processor nor Pillow
+        if processor is not None and reader.has_images:  # text alone needs neither a processor nor Pillow
             vision = VisionLoader(reader, processor, device=self.device, on_item=self._on_item)
         return DataSource(reader, vision)
 
