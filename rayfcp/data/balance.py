@@ -23,7 +23,7 @@ of its rows to `data.max_seqlen`; above a tenth, steps spend noticeable time on 
 SHOWN_ROWS = 3
 FEWEST_ROWS = 1000
 """Least number of rows that count as seen. With the default `data.max_bad_fraction` ten rows may have broken images
-before a run ends, and data of which nothing can be decoded ends it within a few steps."""
+before a run ends, and data without any intact image ends it within a few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ class ImageDecoder:
 
 
 def _check_bytes_are_to_blame(error: Exception, shard: ShardReader) -> None:
-    """Raise `error` if the machine failed, whose errors have numbers unlike those of the formats' readers; raise
+    """Raise `error` if the machine failed: its errors have an errno, errors of the formats' readers have none. Raise
     OSError if the image file is not the one that was prepared."""
     of_system = isinstance(error, OSError) and (error.errno is not None or "out of memory" in str(error))
     if of_system or isinstance(error, MemoryError | ConfigError):
