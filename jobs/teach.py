@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
-from transformers.utils import cached_file
 
 from rayfcp.cluster.dataset import Dataset, open_dataset
 from rayfcp.config import Config, ConfigError, load_config
@@ -34,16 +33,6 @@ CHUNK_TOKENS = 1024
 GROUP_VALUES = 1 << 22
 """Words of a row group: 32 MiB with their logits."""
 
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
-"""Files of which a folder with a tokenizer has one. Without any, transformers makes an empty tokenizer."""
 TRIED_TOKENS = 24
 """Tokens on which a teacher is tried before the first row."""
 CAUSAL_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -68,10 +57,11 @@ def check_tokenizer(teacher: str, *, manifest: PreparedManifest, data: DataConfi
     Raises:
         ConfigError: They have different ids for a token.
     """
-    source, local_only = locate(teacher, key="TEACHER")
-    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
-    if not any(cached_file(source, name, **options) for name in TOKENIZER_FILES):
-        return _not_compared(f"{teacher} has no tokenizer")
+    locate(teacher, key="TEACHER")
+    try:
+        theirs = HuggingFaceTokenizer(teacher).library.get_vocab()
+    except ConfigError:
+        return _not_compared(f"{teacher} has no tokenizer that loads")
     if data.tokenizer == ByteTokenizer.name:
         raise ConfigError(
             f"TEACHER is {teacher!r}, which has a tokenizer of its own, data.tokenizer is 'bytes'; teach with the same "
@@ -80,7 +70,7 @@ def check_tokenizer(teacher: str, *, manifest: PreparedManifest, data: DataConfi
     name = manifest.tokenizer
     if name == ByteTokenizer.name or load_tokenizer(name).fingerprint != manifest.tokenizer_fingerprint:
         return _not_compared(f"the tokenizer of {manifest.folder} is not known")
-    own, theirs = load_tokenizer(name).library.get_vocab(), HuggingFaceTokenizer(teacher).library.get_vocab()
+    own = load_tokenizer(name).library.get_vocab()
     other = sorted(word for word in own.keys() | theirs.keys() if own.get(word) != theirs.get(word))
     if other:
         ids = " and ".join(str(each.get(other[0], "none")) for each in (theirs, own))
