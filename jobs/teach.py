@@ -23,7 +23,7 @@ from rayfcp.cluster.dataset import Dataset, open_dataset
 from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.config.data import DataConfig
 from rayfcp.data import TokenReader, cached_prepare
-from rayfcp.data.hub import find_file, locate, reason_of
+from rayfcp.data.hub import locate, reason_of
 from rayfcp.data.manifest import PreparedManifest
 from rayfcp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from rayfcp.models.library import config_at, decoder_of, is_saved_classifier, text_of
@@ -33,17 +33,6 @@ CHUNK_TOKENS = 1024
 GROUP_VALUES = 1 << 22
 """Words of a row group: 32 MiB with their logits."""
 
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
-"""Files of tokenizers: a folder with a tokenizer has one of them. Without any, transformers makes an empty
-tokenizer."""
 TRIED_TOKENS = 24
 """Tokens on which a teacher is tried before the first row."""
 CAUSAL_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -68,9 +57,11 @@ def check_tokenizer(teacher: str, *, manifest: PreparedManifest, data: DataConfi
     Raises:
         ConfigError: They have different ids for a token.
     """
-    source, local_only = locate(teacher, key="TEACHER")
-    if not any(find_file(source, name, local_only=local_only) for name in TOKENIZER_FILES):
-        return _not_compared(f"{teacher} has no tokenizer")
+    locate(teacher, key="TEACHER")
+    try:
+        theirs = HuggingFaceTokenizer(teacher).library.get_vocab()
+    except ConfigError:
+        return _not_compared(f"{teacher} has no tokenizer that loads")
     if data.tokenizer == ByteTokenizer.name:
         raise ConfigError(
             f"TEACHER is {teacher!r}, which has a tokenizer of its own, data.tokenizer is 'bytes'; teach with the same "
@@ -79,7 +70,7 @@ def check_tokenizer(teacher: str, *, manifest: PreparedManifest, data: DataConfi
     name = manifest.tokenizer
     if name == ByteTokenizer.name or load_tokenizer(name).fingerprint != manifest.tokenizer_fingerprint:
         return _not_compared(f"the tokenizer of {manifest.folder} is not known")
-    own, theirs = load_tokenizer(name).library.get_vocab(), HuggingFaceTokenizer(teacher).library.get_vocab()
+    own = load_tokenizer(name).library.get_vocab()
     other = sorted(word for word in own.keys() | theirs.keys() if own.get(word) != theirs.get(word))
     if other:
         ids = " and ".join(str(each.get(other[0], "none")) for each in (theirs, own))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data.account import ReadAccount
-from rayfcp.data.messages import BESIDE, Chat, Message, read_chat, with_calls_as_text
+from rayfcp.data.messages import BESIDE, Chat, Message, messages_in, read_chat, with_calls_as_text
 from rayfcp.data.rendered import RenderedCheck, Sample
 from rayfcp.data.rows import IGNORED, BadReason, BadRowError, TokenRow, checked_text, make_row, printable
 from rayfcp.data.tokenizer import SpannedTokens, Tokenizer, tokenizer_of
@@ -60,9 +60,10 @@ class ChatEncoder:
         Raises:
             BadRowError: Anything in it cannot be used, or no token would enter the loss.
         """
-        if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+        prompt, completion = (messages_in(record.get(name)) for name in ("prompt", "completion"))
+        if isinstance(prompt, str) and isinstance(completion, str):
             check_texts_alone(record, what="a prompt and a completion of text")
-            samples = [self._completion(record["prompt"], record["completion"])]
+            samples = [self._completion(prompt, completion)]
         else:
             samples = self._conversation(read_chat(record))
         return [replace(sample, num_rows=int(not number)) for number, sample in enumerate(samples)]

@@ -103,7 +103,7 @@ class RowColumns:
             if not pictures and not (self.media and PICTURE_MARK.search(text)):
                 return RawRow(row=record.row, text=text, ignored=ignored)
             used = {"text": text, **pictures}
-        if form.kind == "chat" and (verdict := next((name for name in _VERDICTS if values.get(name) is False), None)):
+        if form.kind == "chat" and (verdict := next((name for name in _VERDICTS if _is_false(values.get(name))), None)):
             raise BadRowError(BadReason.UNUSED_COLUMN, f"{verdict} is false: leave rows with bad answers out")
         if form.kind == "chat" and form.needs == (self.text,):
             used["messages"] = used.pop(self.text)
@@ -180,6 +180,10 @@ class RowColumns:
 
 _MAX_CHOICES = 1 << 12
 """Bound on remembered forms, since each row may have column names of its own."""
+
+
+def _is_false(value: Any) -> bool:
+    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
 
 
 def _several(value: Any, name: str) -> list[Any]:

@@ -4,6 +4,7 @@ instruction and output."""
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +120,18 @@ def with_calls_as_text(chat: Chat) -> Chat:
     return replace(chat, messages=tuple(messages))
 
 
+def messages_in(value: Any) -> Any:
+    """Return the messages that a text holds as JSON, as tables have no other way to hold those whose keys differ; any
+    other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            messages = found if isinstance(found, list) else [found]
+            if messages and all(map(role_of, messages)):
+                return messages
+    return value
+
+
 def role_of(given: Any) -> str | None:
     """The role of a message as chat templates name it; None if it has none."""
     role = (given.get("role") or given.get("from")) if isinstance(given, Mapping) else None
@@ -154,7 +167,8 @@ def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     if record.get("instruction") is not None:
         answer = _said("assistant", record.get("output"), name="output")
         return [], [*instructed(record), answer]
-    return _listed(record.get("prompt"), name="prompt"), _listed(record.get("completion"), name="completion")
+    prompt, completion = (_listed(messages_in(record.get(name)), name=name) for name in ("prompt", "completion"))
+    return prompt, completion
 
 
 def _said(role: str, text: Any, *, name: str) -> Message:

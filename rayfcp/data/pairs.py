@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rayfcp.data.chat import ChatEncoder, check_texts_alone, labelled
-from rayfcp.data.messages import BESIDE, KNOWN_KEYS, Forms, Message, instructed, read_chat, role_of
+from rayfcp.data.messages import BESIDE, KNOWN_KEYS, Forms, Message, instructed, messages_in, read_chat, role_of
 from rayfcp.data.rows import BadReason, BadRowError, TokenRow
 
 _ANSWERS, _INSTRUCTED = ("chosen", "rejected"), ("instruction", "input", "history")
@@ -53,7 +53,7 @@ class PairEncoder(ChatEncoder):
             )
         answers = [_answer(record, name) for name in _ANSWERS]
         texts = [answer for answer in answers if isinstance(answer, str)]
-        prompt, is_instructed = record.get("prompt"), False
+        prompt, is_instructed = messages_in(record.get("prompt")), False
         if not prompt and record.get("instruction"):
             prompt, is_instructed = instructed(record), True
         if len(texts) == 2 and isinstance(prompt, str | None):
@@ -75,8 +75,8 @@ class PairEncoder(ChatEncoder):
         shared, end = answers[0][: _num_shared(*answers)], len(prompt.rstrip())
         if 0 < end < min(map(len, answers)) and shared.startswith(prompt[:end]):
             prompt, answers = prompt[:end], [answer[end:] for answer in answers]
-        elif _repeats_part(prompt, shared):
-            raise BadRowError(BadReason.PROMPT_MISMATCH, "both answers repeat a part of the prompt")
+        elif _repeats_part(prompt, shared) or _is_repeated_once(prompt, answers):
+            raise _mismatch("do not repeat the whole of")
         return prompt, [self._completion(prompt, answer) for answer in answers]
 
     def _documents(self, answers: Sequence[str]) -> tuple[str, list[TokenRow]]:
@@ -119,7 +119,7 @@ class PairEncoder(ChatEncoder):
 
 
 def _answer(record: Mapping[str, Any], name: str) -> str | list[Any]:
-    value = record.get(name)
+    value = messages_in(record.get(name))
     if value is None:
         raise BadRowError(BadReason.MISSING_COLUMN, name)
     if not value and isinstance(value, str | list | tuple):
@@ -201,6 +201,11 @@ def _repeats_part(prompt: str, shared: str) -> bool:
     own, others = (text.lstrip().partition("\n")[:2] for text in (prompt, shared))
     found = [end, whole if whole in shared else "", own[0] if own == others else ""]
     return any(map(_WORDS.search, found))
+
+
+def _is_repeated_once(prompt: str, answers: Sequence[str]) -> bool:
+    whole = prompt.strip()
+    return bool(_WORDS.search(whole)) and any(answer.lstrip().startswith(whole) for answer in answers)
 
 
 def _num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:

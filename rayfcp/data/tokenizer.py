@@ -16,6 +16,9 @@ from rayfcp.data.hub import locate, reason_of
 
 TokenArray = npt.NDArray[np.int32]
 
+_MIN_WORDS = 2
+"""Fewest words beside special tokens. Without a file of words, transformers makes a tokenizer that has none, or one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpannedTokens:
@@ -178,12 +181,15 @@ def _load_hugging_face(name: str) -> Any:
 
     source, local_only = locate(name, key="data.tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local_only, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(source, local_files_only=local_only, trust_remote_code=False)
+        if len(found) - len(found.get_added_vocab()) < _MIN_WORDS:
+            raise ValueError("it has no words, as its vocabulary is missing")
     except Exception as error:  # the library raises errors of many kinds for missing files and for a dead network
         raise ConfigError(
             f"data.tokenizer is {name!r}, which has no tokenizer that loads ({reason_of(error)}); set data.tokenizer "
             "to a folder that holds tokenizer.json, or to bytes"
         ) from error
+    return found
 
 
 def _fingerprint(tokenizer: Any) -> str:

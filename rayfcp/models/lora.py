@@ -159,6 +159,17 @@ def _mixture_part(module: nn.Module) -> str | None:
     return "experts" if "expert" in kind else "routers of experts" if "router" in kind else None
 
 
+def adapters_of(config: PreTrainedConfig, lora: LoraConfig) -> list[str]:
+    """Return the names of a model's layers that have adapters.
+
+    Raises:
+        ConfigError: As `inject`.
+    """
+    library = library_on_meta(config)
+    inject(library, lora)
+    return [name for name, module in library.named_modules() if isinstance(module, LoraLayer)]
+
+
 def trained_line(config: PreTrainedConfig, lora: LoraConfig) -> str:
     """Return a line on the adapters of a model, their numbers, and the parts that stay frozen, the largest first.
 

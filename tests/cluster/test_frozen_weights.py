@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
 from rayfcp.cluster.checkpoints.folder import (
     FROZEN,
@@ -15,7 +16,7 @@ from rayfcp.cluster.checkpoints.folder import (
     check_same_model,
     read_manifest,
 )
-from rayfcp.cluster.checkpoints.saving import Resume
+from rayfcp.cluster.checkpoints.saving import Resume, comparable_model
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.execute.reports import Joined, ReadWeight
@@ -173,3 +174,18 @@ def test_keys_of_adapters_that_changed_are_named() -> None:
         with pytest.raises(ConfigError) as caught:
             check_same_model(manifest, now)
         assert str(caught.value).startswith(told), told
+
+
+def test_targets_are_the_layers_that_they_name() -> None:
+    config = Qwen3Config(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, head_dim=4)
+
+    def of(*targets: str) -> dict[str, Any]:
+        return comparable_model(
+            config.to_dict() | {"lora": LoraConfig(rank=2, targets=targets).model_dump(mode="json")}
+        )
+
+    manifest = Manifest(step=1, world_size=1, data={}, files=(), model=of("all-linear"))
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    check_same_model(manifest, of(*names))
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets is \['down_proj', .*, the checkpoint's is \['all-l"):
+        check_same_model(manifest, of(*names[1:]))

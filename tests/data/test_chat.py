@@ -319,7 +319,9 @@ def test_alpaca_rows_are_conversations(folder_of: Callable[..., str]) -> None:
 
 def test_prompt_and_completion_as_messages(folder_of: Callable[..., str]) -> None:
     for change in (str, unmarked):
-        (row,) = encoder(folder_of(change(read("phi"))))({"prompt": TALK[:3], "completion": TALK[3:]})
+        encode, record = encoder(folder_of(change(read("phi")))), {"prompt": TALK[:3], "completion": TALK[3:]}
+        (row,), (other,) = encode(record), encode({key: json.dumps(value) for key, value in record.items()})
+        assert text_of(row) == text_of(other) and learned(row) == learned(other)
         assert (learned(row), text_of(row).count("<|end|>")) == ("four<|end|>\n", 4)
 
 

@@ -159,6 +159,7 @@ def test_messages_in_all_shapes_give_one_pair(
         others.append({**parts, "prompt": parts["prompt"][1:], "system": prompt[0]["content"]})
     if len(prompt) == 1:
         others.append({**record, "prompt": prompt[0]["content"]})
+    others += [{key: json.dumps(value) for key, value in each.items()} for each in (record, others[0])]
     assert lists(*both(data.draw(st.sampled_from(others)), encode=encode)) == lists(*found)
 
 
@@ -193,6 +194,8 @@ BROKEN: list[tuple[dict[str, Any], BadReason]] = [
     ({"prompt": "a", "chosen": [], "rejected": [GOOD]}, BadReason.EMPTY),
     ({"chosen": "ab", "rejected": "ab"}, BadReason.EQUAL_ANSWERS),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, BadReason.EQUAL_ANSWERS),
+    ({"prompt": "a b", "chosen": "a b c", "rejected": " d"}, BadReason.PROMPT_MISMATCH),
+    ({"prompt": "a b ", "chosen": "d", "rejected": " a b c"}, BadReason.PROMPT_MISMATCH),
     ({"prompt": [USER], "chosen": [GOOD], "rejected": GOOD}, BadReason.EQUAL_ANSWERS),
     ({"chosen": "ab", "rejected": "cb"}, BadReason.NO_PROMPT),
     ({"chosen": "Hello", "rejected": "Hi"}, BadReason.NO_PROMPT),

@@ -312,6 +312,7 @@ REFUSED: list[tuple[dict[str, Any], BadReason, str]] = [
         "label is false: leave rows with bad",
     ),
     ({"instruction": "a", "output": "b", "kto_tag": False}, BadReason.UNUSED_COLUMN, "kto_tag is false"),
+    ({"instruction": "a", "output": "b", "label": "False"}, BadReason.UNUSED_COLUMN, "label is false"),
     ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "has columns content, id, neither input_ids nor text, mess"),
     ({"content": "a", "id": 3}, BadReason.MISSING_COLUMN, "set data.text_column"),
     ({"chosen": "a", "rejected": "b"}, BadReason.MISSING_COLUMN, "set loss.type to dpo or reward for pairs"),

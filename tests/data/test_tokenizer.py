@@ -53,6 +53,18 @@ def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_neox", "gemma2", "t5"])
+def test_a_folder_without_words_is_not_an_empty_tokenizer(tmp_path: Path, model_type: str) -> None:
+    """The library makes one for some families, also if only the settings of a tokenizer are there."""
+    tool = {"content": "<tool>", "special": False}
+    settings = {"eos_token": "<end>", "added_tokens_decoder": {"1": tool}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"data.tokenizer is '.*', which has no tokenizer .*\(it has no words"):
+            load_tokenizer(str(tmp_path))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def run_with(model: dict[str, Any], **data: Any) -> Config:
     return Config(data={"paths": ["rows"], **data}, model=model)
 

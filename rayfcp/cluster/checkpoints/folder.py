@@ -183,7 +183,7 @@ def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: b
     keys = sorted(then.keys() | now.keys(), key=lambda key: (key != "model_type", key))
     kept = [key for key in keys if resumes or key.startswith("model.") or (key in then and key in now)]
     changed = [key for key in kept if then.get(key) != now.get(key)]
-    if not changed:
+    if not changed or (changed == [f"{_LORA}.targets"] and _adapters_of(manifest.model) == _adapters_of(model)):
         return
     ranks = f"{_LORA}.rank"
     without_adapters = ranks in changed and None in (then.get(ranks), now.get(ranks))
@@ -193,6 +193,17 @@ def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: b
         f"{'' if named[0].startswith('model.') else 'model '}{'; '.join(told)}; a resumed run keeps its model (use "
         "another run.name, or checkpoint.resume=never)"
     )
+
+
+def _adapters_of(model: Mapping[str, Any]) -> list[str]:
+    """Names of the layers that have adapters: all-linear and a list may name the same."""
+    from transformers import AutoConfig
+
+    from rayfcp.models.library import lora_module
+
+    config, lora = AutoConfig.for_model(**model), LoraConfig.model_validate(model["lora"])
+    names: list[str] = lora_module().adapters_of(config, lora)
+    return names
 
 
 def _by_key(model: Mapping[str, Any]) -> dict[str, Any]:

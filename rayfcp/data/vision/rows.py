@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.data.chat import ChatEncoder, check_texts_alone
-from rayfcp.data.messages import PICTURE_MARK, Chat, Message, check_marks, read_chat
+from rayfcp.data.messages import PICTURE_MARK, Chat, Message, check_marks, messages_in, read_chat
 from rayfcp.data.rows import BadReason, BadRowError, TokenRow, checked_text
 from rayfcp.data.tokenizer import SpannedTokens
 from rayfcp.data.vision.layout import RUN_FIELDS, MediaGrid, RowImages
@@ -52,8 +52,10 @@ class RowEncoder(ChatEncoder):
     def _samples(self, media: Mapping[str, Any], url: str) -> list[TokenRow]:
         chat = None
         names = ("text",) if media.get("text") is not None else ("prompt", "completion")
-        contents: list[Content] = [media[name] for name in names if isinstance(media.get(name), str | bytes)]
-        if len(contents) == len(names):
+        contents: list[Content] = [media.get(name) for name in names]
+        if len(names) > 1:
+            contents = list(map(messages_in, contents))
+        if all(isinstance(each, str | bytes) for each in contents):
             check_texts_alone(media, what=" and ".join(names))
             contents = [checked_text(each, name=name) for name, each in zip(names, contents, strict=True)]
         else:
