@@ -23,6 +23,8 @@ LARGE_COLUMNS = frozenset((*TEACHER_COLUMNS, *_PICTURES))
 """Columns whose rows may hold megabytes each."""
 _FILE_NAMES = re.compile(r"(.+_)?file_names?")
 """Columns of a file `metadata.*` that name files beside it, by the rules of the library `datasets`."""
+_LIKE_PICTURES = re.compile(r"(^|_|-)(image|img|pic|picture|photo|video|film|file_?name)s?(_|-|$)", re.IGNORECASE)
+"""Names of columns of tables that may name images, though they are not read. These columns are checked."""
 _NAMED_COLUMNS = 8
 """Number of a row's columns that an error names."""
 
@@ -73,6 +75,7 @@ class RowColumns:
             raise self.missing(names)
         known = dict.fromkeys([*(name for form in forms for name in form.columns), *_PICTURES, *_VERDICTS])
         known.update(dict.fromkeys(name for name in names if self.is_metadata and _FILE_NAMES.fullmatch(name)))
+        known.update(dict.fromkeys(name for name in names if self.media and _LIKE_PICTURES.search(name)))
         return [name for name in known if name in names]
 
     def row(self, record: Record) -> RawRow:
@@ -94,6 +97,8 @@ class RowColumns:
         form, ignored = choice
         if lost := next((name for name in filled if name not in form.columns and is_files(values[name])), None):
             raise self._refusal(form, lost)
+        if self.media and ignored and form.kind != "tokens" and not _has_pictures(values):
+            self._check_names_none(form, {name: values[name] for name in filled if name not in form.columns})
         if record.unread:
             ignored = (*ignored, *map(printable, record.unread))
         used = {name: values[name] for name in (*form.needs, *form.uses) if values.get(name) is not None}
@@ -161,6 +166,15 @@ class RowColumns:
         used = {*form.needs, *form.uses}
         return _Choice(form, tuple(printable(name) for name in filled if name not in used))
 
+    def _check_names_none(self, form: RowForm, others: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            BadRowError: A column that is not read names an image or a film, and the row has no other.
+        """
+        if name := next((name for name, value in others.items() if _names_picture(value)), None):
+            detail = f"{printable(name)} beside {form.needs[0]} names an image or a film, and the row has no other"
+            raise BadRowError(BadReason.UNUSED_COLUMN, f"{detail}: name the column image or video, or leave it out")
+
     def _refusal(self, form: RowForm, name: str) -> BadRowError:
         shown = "file_name" if self.is_metadata and name == "images" else printable(name)
         beside = f"{shown} beside {form.needs[0]}"
@@ -198,6 +212,26 @@ def is_files(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and is_files(value[0])
     return isinstance(value, dict) and value.keys() <= {"bytes", "path"} and value.get("bytes") is not None
+
+
+def _has_pictures(values: Mapping[str, Any]) -> bool:
+    """True if the row has columns of images, or messages with parts, which may name images."""
+    messages = (each for value in values.values() if isinstance(value, list) for each in value)
+    parts = (isinstance(each, dict) and isinstance(each.get("content"), list) for each in messages)
+    return any(not _is_empty(values.get(name)) for name in _PICTURES if values.get(name) is not None) or any(parts)
+
+
+def _names_picture(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and _names_picture(value[0])
+    if isinstance(value, dict):
+        value = value.get("path") or value.get("url")
+    is_name = isinstance(value, str) and len(value) <= _MAX_NAME and "\n" not in value
+    return is_name and (is_picture(value) or is_film(value))
+
+
+_MAX_NAME = 2048
+"""Characters of the longest path or URL; longer texts are neither."""
 
 
 def _with_pictures(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -92,6 +92,11 @@ def whole_file(fs: fsspec.AbstractFileSystem, path: str) -> Iterator[IO[bytes]]:
 MANIFEST_NAME = "manifest.json"
 KIND, MIXTURE_KIND, VERSION = "rayfcp-prepared", "rayfcp-mixture", 1
 MAX_NAMED_ROWS = 100
+READ_RULES = 3
+"""Version of the rules that make rows of files and tokens of rows. Raise it when they change for any input, so that
+caches of other rules are not used."""
+_PICTURE_RULES = 3
+"""First rules by which rows with images have masks of answers, and images know the marks around them."""
 
 
 def image_file(shard: str) -> str:
@@ -140,7 +145,7 @@ class PreparedManifest:
     `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them. `rows`: what a row of the inputs is.
     `num_files`, `num_read_rows`: of the inputs, None in folders of earlier versions. `num_ignored_files`: other files
     of the folders. `file_lines`: log lines about these. `parts`: the sources of a mixture by name; its shards are those
-    of the sources in order, and their names are whole paths.
+    of the sources in order, and their names are whole paths. `read_rules`: the `READ_RULES` that made the rows.
     """
 
     folder: str
@@ -159,6 +164,7 @@ class PreparedManifest:
     file_lines: tuple[str, ...] = ()
     num_read_rows: int | None = None
     parts: Mapping[str, "PreparedManifest"] = field(default_factory=dict)
+    read_rules: int = READ_RULES
 
     @property
     def num_rows(self) -> int:
@@ -241,7 +247,11 @@ def write_manifest(manifest: PreparedManifest) -> None:
 
 
 def find_manifest(folder: str) -> PreparedManifest | None:
-    """The manifest of a complete prepared folder of this version with all its shards, else None."""
+    """The manifest of a complete prepared folder of this version with all its shards, else None.
+
+    Raises:
+        ConfigError: An earlier version prepared it with a processor.
+    """
     fs, path = resolve(folder)
     try:
         values = json.loads(fs.cat_file(join(path, MANIFEST_NAME)))
@@ -252,9 +262,14 @@ def find_manifest(folder: str) -> PreparedManifest | None:
     if not isinstance(values, dict) or (values.get("kind"), values.get("version")) != (KIND, VERSION):
         return None
     try:
-        manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})
+        manifest = _MANIFEST.validate_python({"read_rules": 1, **values, "folder": name_of(fs, path)})
     except ValueError:  # written by an older version, e.g. one that counted an unreadable file as a bad row
         return None
+    if manifest.read_rules < _PICTURE_RULES and any(shard.has_images for shard in manifest.shards):
+        raise ConfigError(
+            f"{printable(manifest.folder)} was prepared with a processor by rules {manifest.read_rules}, must be by "
+            f"{_PICTURE_RULES} or later, which train answers alone and cut before images; delete it and prepare again"
+        )
     sizes = {entry["name"].rsplit("/", 1)[-1]: entry.get("size") for entry in fs.ls(path, detail=True)}
     wanted = {name: size for shard in manifest.shards for name, size in shard.files.items()}
     return manifest if all(sizes.get(name) == size for name, size in wanted.items()) else None

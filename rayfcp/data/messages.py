@@ -121,8 +121,8 @@ def with_calls_as_text(chat: Chat) -> Chat:
 
 
 def messages_in(value: Any) -> Any:
-    """Return the messages that a text holds as JSON, as tables have no other way to hold those whose keys differ; any
-    other value as it is."""
+    """Return the messages that a text holds as JSON, which tables need if keys of messages differ; any other value
+    as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
             found = json.loads(value)

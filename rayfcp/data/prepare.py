@@ -25,6 +25,7 @@ from rayfcp.data.index import read_balances
 from rayfcp.data.manifest import (
     MANIFEST_NAME,
     MAX_NAMED_ROWS,
+    READ_RULES,
     VERSION,
     PreparedManifest,
     ShardInfo,
@@ -45,10 +46,6 @@ from rayfcp.data.storage import UnreadableFileError, check_unreadable
 from rayfcp.data.tokenizer import load_tokenizer, tokenizer_of
 
 logger = logging.getLogger(__name__)
-
-READ_RULES = 2
-"""Version of the rules that make rows of files and tokens of rows. Raise it when they change for any input, so that
-caches of other rules are not used."""
 
 SMALL_BYTES = 64 << 20
 """Below this, starting Ray's worker processes (5 s on two cores) takes longer than the work."""

@@ -20,7 +20,10 @@ PAUSES_S = (0.5, 2.0, 8.0)
 run."""
 
 REMEDY = "repair or replace it, leave it out with data.exclude, or allow it with data.max_unreadable_files"
-_CLIENTS = ("aiohttp", "azure", "botocore", "google", "httpcore", "httpx", "http", "huggingface_hub", "urllib3")
+_CLIENTS = (
+    *("aiohttp", "azure", "botocore", "google", "http", "httpcore", "httpcore2", "httpx", "httpx2"),
+    *("huggingface_hub", "urllib3"),
+)
 _LASTING = (
     FileNotFoundError,
     PermissionError,

@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 import fsspec
 
@@ -28,6 +28,7 @@ MAX_BYTES = 1 << 28
 """Bound on the bytes of an image, larger than a camera's files, so that no URL fills the memory."""
 _SHOWN = 80
 """Characters of a reference that an error shows."""
+_FILE_URL = re.compile(r"file:(//(localhost)?)?(?=/)", re.IGNORECASE)
 _DATA_URL = re.compile(r"data:[^,]{0,200},", re.IGNORECASE)
 _BASE64 = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK|AAAA)[A-Za-z0-9+/\s]{56,}={0,2}\s*")
 """Base64 of bytes that begin as JPEG, PNG, GIF, WebP, BMP, TIFF or AVIF do. Only JPEG's looks like a path."""
@@ -69,7 +70,8 @@ class PictureReader:
 
     def _fetched(self, path: str, *, folder: str) -> bytes:
         try:
-            fs, place = resolve(path if "://" in path or path.startswith("/") else join(folder, path))
+            place = unquote(path[prefix.end() :]) if (prefix := _FILE_URL.match(path)) else path
+            fs, place = resolve(place if "://" in place or place.startswith("/") else join(folder, place))
             return retried(lambda: _content(fs, place), fs=fs, name=_short(path))
         except Exception as error:  # clients of storage raise errors of any type
             cause = error.__cause__ or error
@@ -128,7 +130,7 @@ def videos_of(value: Any) -> list[list[Any]]:
 
 def _given(reference: Any) -> tuple[str, bytes | None]:
     """Return name and bytes of a reference, as far as it has them."""
-    name = ""
+    name, given = "", reference
     if isinstance(reference, Mapping):
         name = next((str(reference[key]) for key in ("path", "url") if reference.get(key)), "")
         reference = reference.get("bytes") or reference.get("base64") or name
@@ -137,7 +139,7 @@ def _given(reference: Any) -> tuple[str, bytes | None]:
     if isinstance(reference, bytes | bytearray | memoryview):
         return name, bytes(reference)
     if not isinstance(reference, str) or not reference.strip():
-        detail = f"an image must be bytes, a path or a URL, not {_kind(reference)}"
+        detail = f"an image must be bytes, a path or a URL, not {_kind(given)}"
         raise BadRowError(BadReason.WRONG_TYPE, detail)
     if prefix := _DATA_URL.match(reference):
         return prefix[0], _decoded(reference[prefix.end() :], is_url=not prefix[0].lower().endswith(";base64,"))
@@ -183,4 +185,6 @@ def _short(name: str) -> str:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, Mapping):
+        return f"an object of {', '.join(map(str, value))[:_SHOWN] or 'nothing'}"
     return type(value).__name__ if not isinstance(value, Sequence) or value else "an empty one"

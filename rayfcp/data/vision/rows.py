@@ -202,8 +202,14 @@ def _reference(mark: Message, left: Any) -> Any:
 
 
 def _num_pictures(media: Mapping[str, Any]) -> int:
-    """Images and videos in the columns of a row; 0 if they cannot be listed."""
+    """Images and videos in the columns and the messages of a row; 0 if they cannot be listed."""
     try:
-        return len(listed(media.get("images"), name="images")) + len(videos_of(media.get("videos")))
+        found = len(listed(media.get("images"), name="images")) + len(videos_of(media.get("videos")))
+        contents = [each["content"] for each in read_chat(media).messages] if _is_chat(media) else []
     except BadRowError:
         return 0
+    return found + sum(part.get("reference") is not None for each in contents for part in _parts(each))
+
+
+def _is_chat(media: Mapping[str, Any]) -> bool:
+    return not any(isinstance(media.get(name), str | bytes) for name in ("text", "completion"))

@@ -48,6 +48,7 @@ FORMS = {
     "dots": "sub dir/../a.png",
     "absolute": "{folder}/a.png",
     "file URL": "file://{folder}/a.png",
+    "file URL in percents": "file://localhost{folder}/sub%20dir/%C3%A9%2520%23.png",
     "struct of bytes": {"bytes": PNG, "path": "none.png"},
     "struct of a path": {"bytes": None, "path": "a.png"},
     "struct of a URL": {"url": "file://{folder}/a.png"},
@@ -97,7 +98,8 @@ REFUSED: list[tuple[Any, BadReason, str]] = [
     (PNG[:20], BadReason.IMAGE_UNREADABLE, "a broken PNG"),
     (None, BadReason.WRONG_TYPE, "not null"),
     ("", BadReason.WRONG_TYPE, "not an empty one"),
-    ({}, BadReason.WRONG_TYPE, "not an empty one"),
+    ({}, BadReason.WRONG_TYPE, "not an object of nothing"),
+    ({"size": 3, "path": None}, BadReason.WRONG_TYPE, "not an object of size, path"),
     (3, BadReason.WRONG_TYPE, "not int"),
     ([1, 2], BadReason.WRONG_TYPE, "not list"),
 ]
@@ -133,6 +135,13 @@ def test_storage_that_fails_is_not_a_bad_row(folder: Path, monkeypatch: pytest.M
     with pytest.raises(BadRowError) as caught:
         allowed("a.png", folder=str(folder))
     assert (caught.value.reason, account.unreadable_files) == (BadReason.IMAGE_MISSING, {"a.png": 1})
+
+
+@pytest.mark.parametrize("library", ["httpx", "httpx2", "httpcore2", "botocore.exceptions"])
+def test_clients_without_a_connection_may_be_tried_again(library: str) -> None:
+    error = type("ConnectError", (Exception,), {"__module__": library})("Name or service not known")
+    assert storage.is_transient(error)
+    assert not storage.is_transient(ValueError("Name or service not known"))
 
 
 class Server(http.server.SimpleHTTPRequestHandler):

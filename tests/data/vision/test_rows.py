@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data import LengthIndex, PreparedManifest, Sampler, TokenReader, cached_prepare, prepare_local, sources
+from rayfcp.data.manifest import MANIFEST_NAME, read_manifest
 from rayfcp.data.rows import IGNORED, BadReason
 from rayfcp.data.vision.decoding import ImageDecoder, RotaryPositions, read_part, sample_items
 from rayfcp.data.vision.processors import ImageTokenizer
@@ -126,6 +127,25 @@ def test_images_beside_ready_tokens_are_refused(tmp_path: Path, qwen: ImageToken
     assert (made.num_rows, made.bad_rows) == (1, {"unused_column": 1})
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_a_picture_under_another_name_is_not_dropped(tmp_path: Path, qwen: ImageTokenizer, kind: str) -> None:
+    rows = {"text": ["a", "<image>b", "c"], "image_path": ["a.png", "a.png", "words"], "image": [None, "a.png", None]}
+    made = prepared(tmp_path, qwen, rows, kind=kind)
+    assert (made.num_rows, made.bad_rows) == (2, {"unused_column": 1})
+    assert "image_path beside text names an image or a film, and the row has no other" in str(made.named_bad_rows[0])
+
+
+@pytest.mark.parametrize(
+    "value", ["A.JPG", ["a.png"], {"path": "a.png"}, {"url": "https://host/a.webp?size=2"}, "b/a.mp4"]
+)
+def test_any_form_of_a_name_is_found(tmp_path: Path, qwen: ImageTokenizer, value: Any) -> None:
+    asked, answer = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}
+    shown = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    rows = {"messages": [[asked, answer], [shown, answer], [asked, answer]], "photo": [value, value, "a cat."]}
+    made = prepared(tmp_path, qwen, rows, kind="jsonl")
+    assert (made.num_rows, made.bad_rows) == (2, {"unused_column": 1})
+
+
 @pytest.mark.parametrize("family", ["qwen", "intern"])
 def test_pixels_are_read_in_any_parts(tmp_path: Path, request: pytest.FixtureRequest, family: str) -> None:
     tokenizer = request.getfixturevalue(family)
@@ -216,6 +236,28 @@ def test_images_of_bad_rows_are_in_the_account(tmp_path: Path, qwen: ImageTokeni
     index = LengthIndex.open(made.folder, max_seqlen=100)
     assert index.balance.images == {"used": 2, "picture_missing": 2}
     assert "; 4 images = 2 used + 2 in rows skipped as picture_missing" in str(index.balance)
+
+
+def test_images_that_messages_name_are_in_the_account_too(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "image"}, {"type": "image", "path": "none.png"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}]
+    rows = {"messages": [messages, CHAT[:1]], "images": [["a.png"], ["a.png"]]}
+    rows = {name: [*values, None] for name, values in rows.items()} | {"text": [None, None, "a"]}
+    made = prepared(tmp_path, qwen, rows, kind="jsonl")
+    assert made.account.images_of_bad_rows == {"picture_missing": 3, "markers_mismatch": 1}
+
+
+def test_a_folder_that_earlier_rules_made_with_a_processor_is_refused(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    made = prepared(tmp_path, qwen, {"text": ["<image>"], "images": [[PNG]]})
+    path = Path(made.folder, MANIFEST_NAME)
+    values = json.loads(path.read_text())
+    del values["read_rules"]  # as earlier versions wrote it
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"out was prepared with a processor by rules 1, must be by 3 or later"):
+        cached_prepare(config(made.folder, qwen), cache_dir=str(tmp_path / "c"))
+    values["shards"] = [{**shard, "picture_bytes": None} for shard in values["shards"]]
+    path.write_text(json.dumps(values))
+    assert read_manifest(made.folder).read_rules == 1
 
 
 def test_a_prepared_folder_is_of_one_processor(tmp_path: Path, qwen: ImageTokenizer, intern: ImageTokenizer) -> None:
