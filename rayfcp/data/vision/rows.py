@@ -52,7 +52,7 @@ class RowEncoder(ChatEncoder):
     def _samples(self, media: Mapping[str, Any], url: str) -> list[TokenRow]:
         chat = None
         names = ("text",) if media.get("text") is not None else ("prompt", "completion")
-        contents: list[Content] = [media.get(name) for name in names]
+        contents: list[Any] = [media.get(name) for name in names]
         if len(names) > 1:
             contents = list(map(messages_in, contents))
         if all(isinstance(each, str | bytes) for each in contents):
