@@ -261,7 +261,13 @@ def _whole_state(
 def _load(state: dict[str, Tensor], checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        try:
+            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        except dcp.api.CheckpointException as error:  # not an `Exception`
+            first = next(iter(error.failures.values()))[0]
+            raise ConfigError(
+                f"checkpoint {checkpoint} does not fit this model ({first}); export the run's own model"
+            ) from error
 
 
 def _write_weights(tensors_in_order: Iterable[tuple[str, Tensor]], folder: Path) -> None:
