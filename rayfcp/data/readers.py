@@ -159,7 +159,7 @@ def _check_no_marks(row: TokenRow, marks: Mapping[int, str]) -> None:
     Raises:
         BadRowError: A token, or a label, of a row without pictures stands for one.
     """
-    for token, kind in marks.items():
+    for token, kind in marks.items() if row.max_token_id >= min(marks) else ():
         for values in (row.tokens, row.labels):
             if values is not None and (found := int(np.count_nonzero(values == token))):
                 detail = f"{counted(found, 'mark')} of {kind}s (token {token}) for 0 {kind}s"
