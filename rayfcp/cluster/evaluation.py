@@ -223,11 +223,11 @@ def _terms(
     known = tokenizer_of(subject.config.data).vocab_size
     library, profile = described_model(subject.config, vocab_size=known)
     vocab_size = profile.vocab_size
-    marks = {getattr(library, name, None) for name in ("image_token_id", "video_token_id")} - {None}
+    marks = [getattr(library, name) for name in ("image_token_id", "video_token_id") if hasattr(library, name)]
     for number, row in rows.items():
-        if found_marks := marks.intersection(row.tokens.tolist() if marks else ()):
+        if (seen := row.tokens[np.isin(row.tokens, marks)]).size:
             raise ConfigError(
-                f"sequence {number} has token {min(found_marks)}, which stands for an image, must have text alone; use "
+                f"sequence {number} has token {seen[0]}, which stands for an image, must have text alone; use "
                 "rayfcp evaluate for rows with images"
             )
         if row.max_token_id >= vocab_size:
