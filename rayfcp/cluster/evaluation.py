@@ -221,8 +221,15 @@ def _terms(
     except ConfigError as error:
         raise ConfigError(f"sequences of up to {longest} tokens: {error}") from error
     known = tokenizer_of(subject.config.data).vocab_size
-    vocab_size = described_model(subject.config, vocab_size=known)[1].vocab_size
+    library, profile = described_model(subject.config, vocab_size=known)
+    vocab_size = profile.vocab_size
+    marks = [getattr(library, name) for name in ("image_token_id", "video_token_id") if hasattr(library, name)]
     for number, row in rows.items():
+        if (seen := row.tokens[np.isin(row.tokens, marks)]).size:
+            raise ConfigError(
+                f"sequence {number} has token {seen[0]}, which stands for an image, must have text alone; use "
+                "rayfcp evaluate for rows with images"
+            )
         if row.max_token_id >= vocab_size:
             raise ConfigError(
                 f"sequence {number} has token {row.max_token_id}, must be less than {vocab_size}, the model's "

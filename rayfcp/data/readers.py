@@ -149,7 +149,7 @@ class _Encoder:
         else:
             samples = token_rows(raw.tokens or {"input_ids": text}, account=self.account)
         for token, kind in self.tokenizer.picture_marks.items():
-            for sample in samples:  # without images: its tokens and labels have none
+            for sample in (each for each in samples if each.max_token_id >= token):  # no row here has images
                 for values in (sample.tokens, sample.labels):
                     check_marks(0 if values is None else int(np.count_nonzero(values == token)), 0, kind=kind)
         return samples

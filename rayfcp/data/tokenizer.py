@@ -43,7 +43,7 @@ class ByteTokenizer:
     eos_id: int | None = 257
     library: Any = None
     picture_marks: Mapping[int, str] = MappingProxyType({})
-    """Kinds (image, video), keyed by the token that stands for one; empty without a processor."""
+    """Kinds (image, video), keyed by the token that stands for one."""
 
     def encode(self, text: str) -> TokenArray:
         """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""
@@ -63,15 +63,20 @@ class ByteTokenizer:
         return _ended(tokens, self.eos_id) if is_document else tokens
 
 
+_MARKS = {"<|image_pad|>": "image", "<|video_pad|>": "video", "<IMG_CONTEXT>": "image"}
+"""Tokens of Qwen-VL and InternVL that stand for images. A model of text never saw them, a model of images only with their
+pixels."""
+
+
 class HuggingFaceTokenizer:
     """A tokenizer of the transformers library, by folder or hub name. Adds the end token where the tokenizer does
     not."""
 
-    picture_marks: Mapping[int, str] = MappingProxyType({})
-
     def __init__(self, name: str) -> None:
         self._tokenizer = _load_hugging_face(name)
         self.name = name
+        known = self._tokenizer.get_added_vocab()
+        self.picture_marks = {known[token]: kind for token, kind in _MARKS.items() if token in known}
         self.vocab_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.fingerprint = _fingerprint(self._tokenizer)

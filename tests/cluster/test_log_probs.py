@@ -90,5 +90,9 @@ def test_wrong_input_is_one_line(folder: Path) -> None:
         with pytest.raises(ConfigError, match=told) as caught:
             rayfcp.log_probs(target, rows, **more)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
+    sees = AutoConfig.for_model("qwen3_vl", image_token_id=258, text_config={"vocab_size": 300})
+    sees.save_pretrained(folder / "sees")
+    with pytest.raises(ConfigError, match="sequence 1 has token 258, which stands for an image, must have text alone"):
+        rayfcp.log_probs(str(folder / "sees"), [[1, 2], [1, 258, 2]], overrides=["model.init=random"])
     assert [each.size for each in rayfcp.log_probs(model, [[1], [2]])] == [0, 0], "no cluster is needed"
     assert rayfcp.log_probs(model, []) == []

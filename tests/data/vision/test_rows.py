@@ -135,6 +135,19 @@ def test_a_picture_under_another_name_is_not_dropped(tmp_path: Path, qwen: Image
     assert "image_path beside text names an image or a film, and the row has no other" in str(made.named_bad_rows[0])
 
 
+def test_marks_are_refused_where_nothing_reads_pictures(tmp_path: Path, qwen: ImageTokenizer) -> None:
+    path = write_rows(
+        tmp_path / "rows.jsonl",
+        {"text": ["<|image_pad|>", "<image>", None, None], "input_ids": [None, None, [1, 258], [1, 2]]},
+    )
+    made = prepare_local(data_config(path, tokenizer=qwen.name), out_dir=str(tmp_path / "out"))
+    assert (made.num_rows, made.bad_rows) == (2, {"markers_mismatch": 2})
+    pairs = {"prompt": ["a", "<|image_pad|>", "a"], "chosen": ["b"] * 3, "rejected": ["c", "c", "<|video_pad|>"]}
+    path = write_rows(tmp_path / "pairs.jsonl", pairs)
+    made = prepare_local(data_config(path, tokenizer=qwen.name, rows="pairs"), out_dir=str(tmp_path / "pairs"))
+    assert (made.num_rows, made.bad_rows) == (1, {"markers_mismatch": 2})
+
+
 @pytest.mark.parametrize(
     "value", ["A.JPG", ["a.png"], {"path": "a.png"}, {"url": "https://host/a.webp?size=2"}, "b/a.mp4"]
 )
