@@ -64,8 +64,8 @@ class ByteTokenizer:
 
 
 _MARKS = {"<|image_pad|>": "image", "<|video_pad|>": "video", "<IMG_CONTEXT>": "image"}
-"""Tokens of Qwen-VL and InternVL that stand for images. A model of text never saw them, a model of images only with their
-pixels."""
+"""Tokens of Qwen-VL and InternVL that stand for images. A model of text never saw them, a model of images only with
+their pixels."""
 
 
 class HuggingFaceTokenizer:
