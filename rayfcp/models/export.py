@@ -81,8 +81,8 @@ def export_checkpoint(
             changed.
     """
     target, has_adapters = Path(out_dir), config.model.lora.rank is not None
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"OUT_DIR is {out_dir}, must be an empty folder or absent; give another one")
     if merge and not has_adapters:
         raise ConfigError("--merge is given, the run has no adapters (model.lora.rank); leave it out")
     described, run = configured_model(config, vocab_size=vocab_size), config.model

@@ -13,6 +13,8 @@ from tests.examples import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
+
 
 def content(values: torch.Tensor) -> int:
     return read_weight("w", values, box=Box(offsets=(0,) * values.ndim, sizes=tuple(values.shape))).content
@@ -43,11 +45,11 @@ def test_parts_add_up_to_the_whole(data: st.DataObject, dtype: torch.dtype, shap
 
 
 @examples(60)
-@given(data=st.data(), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
+@given(data=st.data(), dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float64)))
 def test_any_other_values_have_other_contents(data: st.DataObject, dtype: torch.dtype) -> None:
     values = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     other = values.clone()
-    bits = other.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits = other.view(INTEGERS[dtype])
     for row, column, bit in data.draw(
         st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 14)), min_size=1)
     ):
@@ -62,7 +64,11 @@ def test_the_same_values_in_another_precision_are_the_same() -> None:
     assert content(values) == content(values.float())
     assert content(torch.randn(9, 7).half().float()) != content(values)
     halves = torch.randn(9, 7).half()
-    assert content(halves) == content(halves.float())
+    assert content(halves) == content(halves.float()) == content(halves.double())
+    singles = torch.randn(9, 7)
+    assert (
+        content(singles) == content(singles.double()) != content(singles.double().nextafter(torch.ones(9, 7).double()))
+    )
 
 
 def test_devices_that_read_other_files_are_named() -> None:

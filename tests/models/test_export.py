@@ -84,8 +84,9 @@ def test_the_index_names_every_tensor_and_the_bytes(tmp_path: Path, monkeypatch:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {name for name, _ in held.model.named_parameters()}
     assert index["metadata"]["total_size"] == 2 * sum(each.numel() for each in held.parameters())
-    with pytest.raises(ConfigError, match="must be empty or absent"):
-        export_checkpoint(config, tmp_path / "checkpoint", out_dir=tmp_path / "out", vocab_size=VOCAB)
+    for out in (tmp_path / "out", tmp_path / "out" / "config.json"):
+        with pytest.raises(ConfigError, match="must be an empty folder or absent"):
+            export_checkpoint(config, tmp_path / "checkpoint", out_dir=out, vocab_size=VOCAB)
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:

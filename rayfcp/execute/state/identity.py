@@ -24,15 +24,16 @@ SEED = "run.seed"
 """Key that stands for weights that are drawn from this seed."""
 _CHUNK_ELEMENTS, _ON_ACCELERATORS = 1 << 18, 1 << 24
 """Elements whose products exist at a time: 2 MiB, which stay in a core's cache; or enough to hide launches."""
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def read_weight(name: str, values: Tensor, *, box: Box) -> ReadWeight:
     """Return the content of `values`, the part of the tensor `name` in `box`, which is not empty: floating-point
-    numbers of any dtype. The same values in bfloat16 and float32 have the same content."""
-    if values.dtype not in _BITS:
-        values = values.float()
-    bits = values.contiguous().view(_BITS[values.dtype])
+    numbers of any dtype. The same values have the same content in any dtype."""
+    single = values.contiguous() if values.dtype in _BITS else values.float()
+    bits = single.view(_BITS[single.dtype])
+    if values.dtype == torch.float64:
+        bits = bits + (values - single).view(torch.int64)  # 0 for the values of fp32
     factors = [
         _factors(start, count, dim=dim, device=bits.device)
         for dim, (start, count) in enumerate(zip(box.offsets, box.sizes, strict=True))
@@ -43,7 +44,7 @@ def read_weight(name: str, values: Tensor, *, box: Box) -> ReadWeight:
     total = torch.cat([(part * last).sum(-1) for part in rows.split(size)]).view(bits.shape[:-1])
     for each in reversed(factors):
         total = (total * each).sum(-1)
-    found = int(total.sum()) << (16 if values.dtype == torch.bfloat16 else 0)
+    found = int(total.sum()) << (16 if single.dtype == torch.bfloat16 else 0)
     return ReadWeight(name=name, box=box, content=found & _MASK)
 
 
