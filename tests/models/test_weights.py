@@ -90,7 +90,7 @@ def test_an_export_opens_in_the_library(dtype: str, tmp_path: Path) -> None:
     for name, weight in opened.named_parameters():
         assert torch.equal(weight, held[f"model.{name}"].to(weight.dtype)), name
     config = Config.model_validate({"data": {"paths": ["."]}})
-    with pytest.raises(ConfigError, match="must be empty or absent"):
+    with pytest.raises(ConfigError, match="must be an empty folder or absent"):
         export_checkpoint(config, tmp_path / f"qwen2-{dtype}", out_dir=out, vocab_size=VOCAB)
 
 
