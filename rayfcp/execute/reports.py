@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
-from rayfcp.data.rows import BadRow
 from rayfcp.program import Piece
 from rayfcp.values import PairStats, Span, StateId
 from rayfcp.values.state import Box, ShardEntry
+
+if TYPE_CHECKING:
+    from rayfcp.data.rows import BadRow  # its package loads pyarrow, which stores of copies do without
 
 
 class StepProgress:
@@ -175,7 +177,7 @@ class DeviceReport:
     message_s: float = math.nan
     snapshot_s: float = 0.0
     copied: StateId | None = None
-    broken: tuple[BadRow, ...] = ()
+    broken: "tuple[BadRow, ...]" = ()
     source_losses: tuple[float, ...] = ()
     pairs: PairStats | None = None
 
@@ -192,7 +194,7 @@ class BatchLosses:
     seconds: float
     pieces: tuple[Piece, ...] = ()
     terms: npt.NDArray[Any] | None = None
-    broken: tuple[BadRow, ...] = ()
+    broken: "tuple[BadRow, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
