@@ -5,6 +5,7 @@ what they wrap. Imported only for runs with `model.lora.rank`.
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from rayfcp.config import ConfigError
@@ -159,13 +160,13 @@ def _mixture_part(module: nn.Module) -> str | None:
     return "experts" if "expert" in kind else "routers of experts" if "router" in kind else None
 
 
-def adapters_of(config: PreTrainedConfig, lora: LoraConfig) -> list[str]:
-    """Return the names of a model's layers that have adapters.
+def adapters_of(model: Mapping[str, Any], lora: LoraConfig) -> list[str]:
+    """Return the names of the layers that have adapters in a model, given as the library's configuration.
 
     Raises:
         ConfigError: As `inject`.
     """
-    library = library_on_meta(config)
+    library = library_on_meta(AutoConfig.for_model(**model))
     inject(library, lora)
     return [name for name, module in library.named_modules() if isinstance(module, LoraLayer)]
 

@@ -396,7 +396,7 @@ def test_padding_is_noted_unless_it_ends_sequences(pad: str | None, want: str | 
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = {"a": 0, "<pad>": 1, "<end>": 2}
+    words = {"a": 0, "<pad>": 1, "<end>": 2, "b": 3}
     inner = Tokenizer(WordLevel(words, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token=pad).save_pretrained(
         tmp_path / "words"

@@ -197,12 +197,9 @@ def check_same_model(manifest: Manifest, model: Mapping[str, Any], *, resumes: b
 
 def _adapters_of(model: Mapping[str, Any]) -> list[str]:
     """Names of the layers that have adapters: all-linear and a list may name the same."""
-    from transformers import AutoConfig
-
     from rayfcp.models.library import lora_module
 
-    config, lora = AutoConfig.for_model(**model), LoraConfig.model_validate(model["lora"])
-    names: list[str] = lora_module().adapters_of(config, lora)
+    names: list[str] = lora_module().adapters_of(model, LoraConfig.model_validate(model["lora"]))
     return names
 
 
