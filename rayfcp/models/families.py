@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -65,23 +65,33 @@ class FamilyResult:
         return not self.reason
 
 
-def check_family(family: str, *, dtype: str = "float32") -> None:
-    """
+def family_config(family: str) -> PreTrainedConfig:
+    """Return the default configuration of the family's text model, with dropout set to 0.
+
     Raises:
-        ConfigError: Models of this `model_type` with its default configuration do not run in `dtype`.
+        ConfigError: The family has no such configuration, or runs refuse it by its keys.
     """
     try:
-        config = CONFIG_MAPPING[family](**_NEEDED.get(family, {}))
+        whole = CONFIG_MAPPING[family](**_NEEDED.get(family, {}))
     except Exception as error:  # whatever a family's own code raises
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"model: {family} has no default configuration ({type(error).__name__}: {first})") from error
-    whole, config = config, text_part(config)
+    config = text_part(whole)
     check_text_only(config, given=f"model_type is {family!r}")
     if whole is not config:
         check_text_alone(whole, config)
     for name in dropout_keys(text_of(config)):
         setattr(config, name, 0.0)
     check_runs(config)
+    return config
+
+
+def check_family(family: str, *, dtype: str = "float32") -> None:
+    """
+    Raises:
+        ConfigError: Models of this `model_type` with its default configuration do not run in `dtype`.
+    """
+    config = family_config(family)
     profile_of(config, name=family)
     check_supported(config, dtype=dtype)
 

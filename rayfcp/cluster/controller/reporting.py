@@ -128,7 +128,7 @@ class Journal:
     """Writes `steps.jsonl`, metrics and loggers, and the report at the end; `record` writes the other files.
 
     Args:
-        num_rows: rows of the data, of which `data.max_bad_fraction` may have broken images.
+        num_rows: rows of the data; `data.max_bad_fraction` of them may have broken images.
         began_s: start of the run on `Runtime.now_s`; goodput counts from there, startup included.
         log: called with errors of loggers.
     """
