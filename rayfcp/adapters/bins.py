@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from rayfcp.adapters.planning import HostPlanner
 from rayfcp.config.constraints import HostConstraints
-from rayfcp.values import BatchPlan, InfeasiblePlanError
+from rayfcp.plan.assembly import best_fit_decreasing
+from rayfcp.values import BatchPlan, InfeasiblePlanError, token_counts
 
 Bins = list[list[int]]
 """Positions of sequences by bin."""
@@ -38,6 +39,7 @@ def pack(
     Raises:
         InfeasiblePlanError: A sequence longer than a bin, fewer sequences than bins, or no such bins.
     """
+    lengths = token_counts(lengths)
     if not lengths:
         return []
     least_rows = math.ceil(max(num_bins, 1) / (num_replicas * row_multiple)) * row_multiple
@@ -83,22 +85,77 @@ def _check(lengths: Sequence[int], *, capacity: float, num_bins: int) -> None:
         )
 
 
+TRIED_SEQUENCES = 4096
+"""Sequences in all plans of fewer bins than best-fit decreasing needs that `balanced` tries: 5 plans of 800. Of 1,024
+lengths between 0.3 and 0.6 of a bin 474 bins hold all and it needs 483, and a plan that fails takes 0.3 s; for lengths
+of all sizes it is right or one bin off."""
+
+
 def balanced(planner: HostPlanner, lengths: Sequence[int], *, capacity: int, num_bins: int, multiple: int = 1) -> Bins:
-    """Return bins of at most `capacity` tokens of which the longest takes the least time: as few as fit, at least
-    `num_bins`, and a multiple of `multiple`.
+    """Return bins of at most `capacity` tokens of which the longest takes the least time: as few as are found to fit,
+    at least `num_bins`, and a multiple of `multiple`.
 
     Raises:
         InfeasiblePlanError: A sequence longer than a bin, or fewer sequences than bins.
     """
-    fewest = max(num_bins, math.ceil(sum(lengths) / capacity), 1)
-    fewest = math.ceil(fewest / multiple) * multiple
-    refused: InfeasiblePlanError | None = None
-    for count in range(fewest, max(len(lengths), fewest) + 1, multiple):
+    lengths = token_counts(lengths)
+    if not lengths:
+        return []
+    _check(lengths, capacity=capacity, num_bins=num_bins)
+    owners = best_fit_decreasing(sorted(lengths, reverse=True), capacity_tokens=capacity)
+    assert owners is not None, "a bin each holds all"
+    least, most = (
+        math.ceil(max(count, num_bins, 1) / multiple)
+        for count in (fewest_bins(lengths, capacity=capacity), max(owners, default=0) + 1)
+    )
+
+    def plan(count: int) -> Bins | None:
         try:
-            return pack(planner, lengths, capacity=capacity, num_replicas=count, exactly=True)
-        except InfeasiblePlanError as error:
-            refused = refused or error
-    raise InfeasiblePlanError(str(refused))
+            return pack(planner, lengths, capacity=capacity, num_replicas=count * multiple, exactly=True)
+        except InfeasiblePlanError:
+            return None
+
+    best: Bins | None = None
+    for _ in range(TRIED_SEQUENCES // len(lengths)):
+        if least >= most:
+            break
+        middle = (least + most) // 2
+        found = plan(middle)
+        if found is None:
+            least = middle + 1
+            continue
+        if best is not None:
+            planner.forget(before=1)
+        best, most = found, middle
+    while best is None:
+        _check(lengths, capacity=capacity, num_bins=most * multiple)
+        best, most = plan(most), most + 1
+    return best
+
+
+def fewest_bins(lengths: Sequence[int], *, capacity: int) -> int:
+    """Return a number of bins below which these lengths fit none.
+
+    For each k, a sequence that takes a share x of a bin counts as floor((k + 1) x) / k, or as x if (k + 1) x is whole:
+    of all that fits a bin together these sum to at most 1 (a dual feasible function: Fekete and Schepers, 2001). k = 1
+    counts what is longer than half a bin, k = 2 thirds.
+
+    >>> fewest_bins([5001] * 6, capacity=10_000), fewest_bins([3334] * 6, capacity=10_000)
+    (6, 3)
+    """
+    shares = [sum(lengths) / capacity]
+    for k in range(1, MOST_PARTS + 1):
+        parts = [divmod((k + 1) * each, capacity) for each in lengths]
+        shares.append(
+            sum(whole / k if rest else each / capacity for each, (whole, rest) in zip(lengths, parts, strict=True))
+        )
+    return max(math.ceil(each - ROUNDING) for each in shares)
+
+
+MOST_PARTS = 12
+"""Parts of a bin that `fewest_bins` looks at: more than 12 sequences a bin leave hardly any room unused."""
+
+ROUNDING = 1e-9
 
 
 def _in_order(plan: BatchPlan) -> Bins:

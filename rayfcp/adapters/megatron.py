@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rayfcp.adapters.planning import HostPlanner, planner_for
 from rayfcp.config.constraints import PRESETS
-from rayfcp.values import BatchPlan
+from rayfcp.values import BatchPlan, token_counts
 
 MEGATRON = PRESETS["megatron"]
 
@@ -65,7 +65,7 @@ class FlexScheduler:
         ids = [each for each, _ in sample_id_seqlens]
         if not ids:
             return []
-        plan = self._plan([length for _, length in sample_id_seqlens])
+        plan = self._plan(token_counts(length for _, length in sample_id_seqlens))
         return [[[ids[at] for at in members] for members in row] for row in rows_of(plan)]
 
     def _plan(self, lengths: Sequence[int]) -> BatchPlan:

@@ -19,7 +19,7 @@ from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.refit import GroupWork, Observation, Refit
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
+from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec, token_counts
 
 SEARCH_MOVES = 1_000_000
 """Hosts plan while their ranks wait: 512 sequences on 64 ranks take 25 ms; with 300,000 11 ms, for steps 0.7 % longer
@@ -90,7 +90,7 @@ class HostPlanner:
         """
         sequences = [
             SequenceSpec(id=each, num_tokens=tokens, num_targets=tokens - 1, layer_kinds=self._layer_kinds)
-            for each, tokens in enumerate(lengths)
+            for each, tokens in enumerate(token_counts(lengths))
         ]
         cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max_tokens_per_rank)
         options = self._options.model_copy(update={"constraints": constraints})
@@ -115,9 +115,10 @@ class HostPlanner:
         self._refit = self._refit.after([Observation(groups=groups, seconds=step_s * share)])
         self._running.clear()
 
-    def forget(self) -> None:
-        """Leave the last plan out of the next observation, as one of an evaluation, or one that does not run."""
-        self._running.pop()
+    def forget(self, *, before: int = 0) -> None:
+        """Leave the last plan, or the one `before` so many, out of the next observation, as one of an evaluation, or
+        one that does not run."""
+        del self._running[-1 - before]
 
 
 def _hardware(hardware: HardwareSource) -> HardwareProfile:

@@ -9,6 +9,9 @@ from rayfcp.adapters.planning import planner_for
 from rayfcp.plan.assembly import best_fit_decreasing
 from rayfcp.values import InfeasiblePlanError
 
+MOST_DROPPED = 10_000
+"""Documents in a row that may be dropped: a stream that repeats ones that fit no row would be read for ever."""
+
 
 class Document(Protocol):
     """A tokenized document; torchtitan's `TextSequence`."""
@@ -35,11 +38,15 @@ class FlexRows(Iterator[list[D_co]]):
 
     A step has `rows_per_step` rows (gradient accumulation steps) of `num_tokens_per_batch` tokens on each of
     `dp_world_size` ranks. It takes documents in the order of the stream, as many as fit; the next step begins with the
-    next one. Longer documents than a row are dropped. All ranks must read the same stream, so that each document is
-    tokenized on each of them. The stream's end drops what does not fill a step.
+    next one. Documents without tokens and those longer than a row are dropped, and counted in `num_dropped`. All ranks
+    must read the same stream, so that each document is tokenized on each of them. The stream's end drops what does not
+    fill a step.
 
     `cp_size`: ranks that share a row. `model` and `hardware` with further `settings` of `HostPlanner`, or a `planner`,
     predict times.
+
+    Raises:
+        ValueError: A size below 1, or no such rank; when rows are read, a stream of documents that are all dropped.
     """
 
     def __init__(
@@ -53,11 +60,16 @@ class FlexRows(Iterator[list[D_co]]):
         cp_size: int = 1,
         **settings: Any,
     ) -> None:
+        sizes = {"dp_world_size": dp_world_size, "num_tokens_per_batch": num_tokens_per_batch}
+        for name, value in (sizes | {"rows_per_step": rows_per_step, "cp_size": cp_size}).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1; raise it")
         if not 0 <= dp_rank < dp_world_size:
             raise ValueError(f"dp_rank is {dp_rank}, must be below dp_world_size {dp_world_size}; correct it")
         self._stream, self._replicas, self._rank, self._cp_size = stream, dp_world_size, dp_rank, cp_size
         self._row_tokens, self._num_bins = num_tokens_per_batch, rows_per_step * dp_world_size
         self._planner = planner_for(**settings)
+        self.num_dropped = 0
         self._waiting: deque[tuple[Any, D_co]] = deque()
         self._rows: deque[list[D_co]] = deque()
         self._place: tuple[Any, int] = (stream.get_state(), 0)
@@ -98,7 +110,7 @@ class FlexRows(Iterator[list[D_co]]):
             )
             count, too_many = (count, middle) if fits is None else (middle, too_many)
         while (packed := self._bins(lengths[:count])) is None:
-            count -= 1
+            count = (count + self._num_bins) // 2
         for _ in range(count):
             self._waiting.popleft()
         return [[documents[at] for at in row] for row in packed[self._rank :: self._replicas]]
@@ -106,12 +118,21 @@ class FlexRows(Iterator[list[D_co]]):
     def _draw(self) -> None:
         """Fill up the documents that wait with those whose tokens fit into a step, and the first that does not."""
         tokens, most = sum(len(each.input_ids) for _, each in self._waiting), self._num_bins * self._row_tokens
+        in_a_row = 0
         while tokens <= most:
             state = self._stream.get_state()
             document = next(self._stream)
-            if len(document.input_ids) <= self._row_tokens:
+            size = len(document.input_ids)
+            if 0 < size <= self._row_tokens:
                 self._waiting.append((state, document))
-                tokens += len(document.input_ids)
+                tokens, in_a_row = tokens + size, 0
+                continue
+            self.num_dropped, in_a_row = self.num_dropped + 1, in_a_row + 1
+            if in_a_row == MOST_DROPPED:
+                raise ValueError(
+                    f"{in_a_row} documents in a row were dropped, the last one of {size} tokens; a row holds 1 to "
+                    f"{self._row_tokens}; raise num_tokens_per_batch, or cut the documents"
+                )
 
     def _bins(self, lengths: list[int]) -> bins.Bins | None:
         """Rows of documents; None if no plan was found that holds all of them, which one a row always has."""

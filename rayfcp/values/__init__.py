@@ -23,7 +23,7 @@ from rayfcp.values.plan import (
 )
 from rayfcp.values.profile import AdapterProfile, HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import EvalResult, Imbalance, PairStats, SourceReport, Span, SpanKind, StepReport
-from rayfcp.values.sequence import Images, SequenceSpec
+from rayfcp.values.sequence import Images, SequenceSpec, token_counts
 from rayfcp.values.state import KeptStates, ShardHeader, StateId
 
 __all__ = [
@@ -74,4 +74,5 @@ __all__ = [
     "Transfer",
     "VisionProfile",
     "attends",
+    "token_counts",
 ]

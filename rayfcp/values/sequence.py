@@ -1,7 +1,9 @@
 """Sequences as a planner knows them: lengths, targets, images, and the kinds of layers that they pass."""
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rayfcp.values.layers import LayerKinds, layers_work
 
@@ -95,3 +97,30 @@ class SequenceSpec:
         """Pairs of the queries `[start, stop)`, in the mean over layers."""
         pairs = layers_work(self.layer_kinds, start=start, stop=stop).pairs
         return float(pairs) if isinstance(pairs, float) else int(pairs)
+
+
+def token_counts(lengths: Iterable[Any], *, name: str = "lengths") -> list[int]:
+    """Lengths in tokens as plain numbers: of a list, a generator, or an array or column of numpy, pandas, arrow or
+    torch, whose whole floats count as what they are.
+
+    >>> token_counts((3, 2.0))
+    [3, 2]
+
+    Raises:
+        ValueError: `name` is no series of numbers, or holds one that is not whole and at least 1.
+    """
+    if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
+        raise ValueError(f"{name} is {lengths!r}, must be whole numbers; give the tokens of each sequence")
+    return [_token_count(each, where=f"{name}[{at}]") for at, each in enumerate(lengths)]
+
+
+def _token_count(given: Any, *, where: str) -> int:
+    plain = getattr(given, "as_py", None) or getattr(given, "item", None)  # of arrow; of numpy and torch
+    try:
+        value = given if plain is None else plain()
+        whole = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        whole, value = 0, given
+    if whole < 1:
+        raise ValueError(f"{where} is {value!r}, must be a whole number of at least 1; give a sequence's tokens")
+    return whole
