@@ -33,6 +33,7 @@ import numpy as np
 
 from rayfcp.compare.distributions import DISTRIBUTIONS
 from rayfcp.config.models import PlanConfig
+from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
@@ -88,12 +89,15 @@ class Case:
         return float(timeline.iteration_s)
 
 
-def case_of(number: int, *, stages: int = 1) -> Case:
-    """The case of that number; the same in any process."""
+def case_of(number: int, *, stages: int = 1, on: str = "", tensor_parallel: int = 1) -> Case:
+    """The case of that number, `on` a given profile of hardware or one that is drawn; the same in any process. With
+    `tensor_parallel`, that of one of so many devices of a rank."""
     rng = np.random.default_rng(number)
     names = list(DISTRIBUTIONS)
     ranks = int(rng.choice(RANKS if stages == 1 else RANKS[:4]))
-    model, hardware = model_profile(str(rng.choice(MODELS))), hardware_profile(str(rng.choice(HARDWARE)))
+    model, drawn = model_profile(str(rng.choice(MODELS))), str(rng.choice(HARDWARE))
+    model = device_model(model, tensor_parallel)
+    hardware = device_hardware(hardware_profile(on or drawn), model, tensor_parallel=tensor_parallel)
     lengths = DISTRIBUTIONS[names[number % len(names)]].sample(ranks * int(rng.choice(SEQUENCES_PER_RANK)), seed=number)
     lengths = lengths.clip(2, 131_072)
     held = int(lengths.sum() / float(rng.choice(FILLS)) / ranks)

@@ -24,8 +24,8 @@ def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
 
 
 def device_hardware(hardware: HardwareProfile, own: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """A device that runs `own`, its part of a model: linear layers include the sums over T devices, and T devices of a
-    node are one rank."""
+    """A device that runs `own`, its part of a model: linear layers include the sums over T devices, T devices of a node
+    are one rank, and each of them has 1 / T of what the rank may send over the node's uplink."""
     if tensor_parallel == 1:
         return hardware
     linear_s = own.linear_flops_per_token / (hardware.peak_flops * hardware.linear_efficiency)
@@ -33,6 +33,7 @@ def device_hardware(hardware: HardwareProfile, own: ModelProfile, *, tensor_para
         hardware,
         linear_efficiency=efficiency_with_sums(hardware, own, linear_s=linear_s, tensor_parallel=tensor_parallel),
         devices_per_node=hardware.devices_per_node // tensor_parallel,
+        node_uplink_bandwidth=hardware.node_uplink_bandwidth / tensor_parallel,
     )
 
 
@@ -199,7 +200,7 @@ def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_
     ulysses_bytes = (2 * exchanged + repeated) * bytes_per_element
     return {
         "ring_intra_s_per_token": hop_bytes / hardware.intra_node_bandwidth,
-        "ring_inter_s_per_token": hop_bytes / hardware.inter_node_bandwidth,
+        "ring_inter_s_per_token": hop_bytes / inter_bandwidth(hardware, senders=1),
         "ring_s_per_round": passes * hardware.latency_s,
         "passes_forward": once / 2 / (passes or 1),
         "ring_forward": forward_bytes / (hop_bytes or 1),

@@ -1,0 +1,94 @@
+"""Predicted against simulated seconds of plans, and `flex-ring` against the narrower families that it contains.
+
+    python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --tensor-parallel 1 2 4
+
+Cases are those of `ablation.py`, on each profile of hardware and with each number of tensor-parallel devices. A line by
+profile: mean and largest error of the prediction, of the simulated time; in how many cases a narrower family is
+simulated to be more than 0.1 % faster, and by how much at most. Families: static context parallelism with rings, the
+same over heads where the case has that primitive, and degrees that are powers of two.
+"""
+
+import argparse
+import statistics
+import sys
+
+from jobs.bench.ablation import MODELS, Case, case_of
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import model_profile, plan_batch
+from rayfcp.cost.profiles import HARDWARE
+from rayfcp.values import BatchPlan, InfeasiblePlanError
+
+FAMILIES = ("static-cp", "ulysses", "dynamic-cp")
+BEHIND = 1.001
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--hardware", nargs="+", default=[each for each in HARDWARE if each != "cpu"])
+    parser.add_argument("--tensor-parallel", nargs="+", type=int, default=[1])
+    parser.add_argument("--families", action="store_true", help="plan the narrower families too")
+    parser.add_argument("--worst", type=int, default=0, help="name so many cases with the largest errors")
+    args = parser.parse_args()
+    for name in args.hardware:
+        for size in args.tensor_parallel:
+            numbers = range(args.first, args.first + args.cases)
+            cases = [case_of(number, on=name, tensor_parallel=size) for number in numbers if _fits(number, size)]
+            _report(f"{name} x{size}", cases, args=args)
+
+
+def _fits(number: int, size: int) -> bool:
+    return all(model_profile(each).num_kv_heads % size == 0 for each in MODELS) or size <= 4 and number >= 0
+
+
+def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:
+    errors, behind = [], []
+    for case in cases:
+        try:
+            plan = _plan(case, "flex-ring")
+        except InfeasiblePlanError:
+            continue
+        simulated_s = case.simulated_s(plan)
+        errors.append((plan.predicted_s / simulated_s - 1, case))
+        if args.families:
+            behind += [(simulated_s / case.simulated_s(other), case, other.strategy) for other in _narrower(case)]
+    sizes = [abs(error) for error, _ in errors]
+    line = f"{label}: {len(errors)} cases, mean {100 * statistics.fmean(sizes):.2f} %, worst {100 * max(sizes):.1f} %"
+    if behind:
+        late = [ratio for ratio, *_ in behind if ratio > BEHIND]
+        line += f"; behind a narrower family {len(late)} of {len(behind)}, at most {100 * (max(behind)[0] - 1):.1f} %"
+    sys.stdout.write(line + "\n")
+    for error, case in sorted(errors, key=lambda each: -abs(each[0]))[: args.worst]:
+        ranks, budget = case.cluster.num_ranks, case.cluster.max_tokens_per_rank
+        sys.stdout.write(f"  case {case.number}: {100 * error:+.1f} %, {case.model.name}, {ranks} ranks of {budget}\n")
+    for ratio, case, family in sorted(behind, key=lambda each: -each[0])[: args.worst]:
+        sys.stdout.write(f"  case {case.number}: {100 * (ratio - 1):+.1f} % behind {family}\n")
+    sys.stdout.flush()
+
+
+def _narrower(case: Case) -> list[BatchPlan]:
+    """Plans of the families that have one."""
+    found = []
+    for name in FAMILIES:
+        if name == "ulysses" and "ulysses" not in case.primitives:
+            continue
+        try:
+            found.append(_plan(case, name))
+        except InfeasiblePlanError:
+            continue
+    return found
+
+
+def _plan(case: Case, strategy: str) -> BatchPlan:
+    return plan_batch(
+        case.sequences,
+        cluster=case.cluster,
+        cost=case.cost,
+        strategy=strategy,
+        options=PlanConfig(primitives=case.primitives),
+    )
+
+
+if __name__ == "__main__":
+    main()
