@@ -121,6 +121,11 @@ def _data_of(config: Config, given: dict[str, Any], *, progress: "Progress") -> 
     num_batches = given.get("batches", DEFAULT_BATCHES)
     batches = [sequences_of(data.sampler.batch(step)) for step in range(1, num_batches + 1)]
     found: dict[str, Any] = {"rows": tuple(chain.from_iterable(batches)), "batches": num_batches}
+    if "max_seqlen" not in given:
+        from rayfcp.models.library import text_of
+
+        positions = getattr(text_of(data.library), "max_position_embeddings", None) or LONGEST
+        found["max_seqlen"] = min(max(each.num_tokens for each in found["rows"]), positions)
     if given["model"] == _settings(config, given)["model"]:
         found["profile"] = replace(data.model, name=data.model.name.rstrip("/").rpartition("/")[2])
     return found

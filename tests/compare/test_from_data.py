@@ -98,6 +98,10 @@ def test_rows_are_counted_by_the_model_s_tokenizer(model: Path, monkeypatch: pyt
     assert model_of(found).num_layers == 2 and found.batches == 2
     cut = inputs(monkeypatch, *words, "--max-seqlen", "100", "--batches", "1", "--seed", "4")
     assert cut.rows is not None and max(each.num_tokens for each in cut.rows) == 100 and len(cut.rows) == 20
+    Path("rows.jsonl").write_text(json.dumps({"text": "long" * 1000}))
+    whole = inputs(monkeypatch, *words)
+    assert whole.max_seqlen == 2048, "the model has no more positions"
+    assert {each.num_tokens for batch in batches_of(whole, model=model_of(whole)) for each in batch} == {2048}
 
 
 @pytest.mark.usefixtures("desk")
