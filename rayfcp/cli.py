@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from rayfcp import __version__
-from rayfcp.commands import DONE, FAILED, WRONG_INPUT, CommandFailedError, add_config, bench, doctor, evaluate, submit
+from rayfcp.commands import (
+    DONE,
+    FAILED,
+    WRONG_INPUT,
+    CommandFailedError,
+    add_config,
+    bench,
+    compare,
+    doctor,
+    evaluate,
+    submit,
+)
 from rayfcp.compare.arguments import add_arguments, not_negative, positive
 from rayfcp.config import Config, ConfigError, check_paths, config_of_keys, load_config
 
@@ -120,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", required=True, metavar="DIR", help="directory or fsspec URL for the shards")
     prepare.epilog = f"{OVERRIDES}\nExample:  rayfcp prepare jobs/quickstart.yaml --out shards data.max_seqlen=4096"
     text = "Plan and simulate strategies on the same batches, without a cluster"
-    add_arguments(_command(commands, "compare", run=_compare, text=text))
+    add_arguments(_command(commands, "compare", run=compare.run, text=text))
     text = "Time the workers of a configuration and fit the cost model to them"
     _add_profile_arguments(_command(commands, "profile", run=_profile, text=text))
     text = "Measure one device, without a cluster"
@@ -229,8 +240,8 @@ def _add_export(commands: _Commands) -> None:
     export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
 
 
-def _config(arguments: argparse.Namespace) -> Config:
-    config = load_config(arguments.config, overrides=arguments.overrides)
+def _config(arguments: argparse.Namespace, *, trains: bool = False) -> Config:
+    config = load_config(arguments.config, overrides=arguments.overrides, trains=trains)
     check_paths(config)
     return config
 
@@ -243,7 +254,7 @@ def _with_cluster_of_job(config: Config) -> Config:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    config = _config(arguments)
+    config = _config(arguments, trains=True)
     from rayfcp.cluster import FlexTrainer, RunFailedError
     from rayfcp.telemetry.progress import Progress
     from rayfcp.telemetry.report import summary_of
@@ -271,7 +282,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         return
     from rayfcp.cluster.planning.preview import OfflinePlan
 
-    config = load_config(arguments.config, overrides=arguments.overrides)
+    config = load_config(arguments.config, overrides=arguments.overrides, trains=False)
     given = {"lengths": arguments.lengths, "hardware": arguments.hardware, "model": arguments.model}
     sys.stdout.write(f"{OfflinePlan.of(config, step=arguments.step, **given).describe()}\n")
 
@@ -284,12 +295,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
     with Progress(1) as progress:
         lines = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, log=progress.log)
     sys.stdout.write("\n".join([*lines, ""]))
-
-
-def _compare(arguments: argparse.Namespace) -> None:
-    from rayfcp.compare.command import run
-
-    run(arguments)
 
 
 def _profile(arguments: argparse.Namespace) -> None:

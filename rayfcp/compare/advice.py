@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from rayfcp.compare.arguments import Inputs, chosen
-from rayfcp.compare.comparison import Case, Comparison, Log, model_of
+from rayfcp.compare.comparison import Case, Comparison, Log, OnEntry, model_of
 from rayfcp.compare.layouts import (
     LayoutCandidate,
     LayoutSearch,
@@ -20,12 +20,22 @@ from rayfcp.compare.lengths import batches_of, lengths_of
 from rayfcp.compare.page import SIDEWAYS
 from rayfcp.compare.planning import options_of
 from rayfcp.compare.results import Entry
-from rayfcp.compare.table import aligned, degrees_text
+from rayfcp.compare.table import (
+    SIMPLER_WITHIN,
+    WHY_SIMPLE,
+    aligned,
+    degrees_text,
+    device_memory_gib,
+    gap_of,
+    least_bound,
+    memory_text,
+    simplest,
+)
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile
-from rayfcp.plan.strategies.registry import get
+from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.telemetry.page import table
-from rayfcp.telemetry.summary import number, seconds
+from rayfcp.telemetry.summary import number, percent, seconds
 from rayfcp.values.counted import counted
 
 
@@ -122,11 +132,16 @@ class Advisor:
         """Strategies times layouts, approximately the number of log lines."""
         return len(self._names) * len(self.layouts)
 
-    def advise(self, *, log: Log = lambda _: None) -> Advice:
-        """Search strategy by strategy; `log` receives the next piece of work."""
+    def advise(self, *, log: Log = lambda _: None, on_entry: OnEntry = lambda _: None) -> Advice:
+        """Search strategy by strategy; `log` receives the next piece of work, `on_entry` each strategy's best entry."""
         self._log = log
         self._log(f"{len(self._names)} strategies on {len(self.layouts)} layouts of {self.inputs.devices} devices")
-        own = [trial for name in self._names for trial in self._trials(name, self.layouts, split=False)]
+        own: list[Trial] = []
+        for name in self._names:
+            trials = self._trials(name, self.layouts, split=False)
+            if (best := fastest(trials)) is not None and best.entry is not None:
+                on_entry(best.entry)
+            own += trials
         systems = {system.name: best for system in BASELINE_SYSTEMS if (best := self._best_of(system)) is not None}
         misfits = {layout: self._misfit(layout) for layout in self.layouts}
         return Advice(
@@ -136,7 +151,7 @@ class Advisor:
             layouts=self.layouts,
             misfits={layout: why for layout, why in misfits.items() if why},
             trials=tuple(trial for found in self._searched.values() for trial in found),
-            best=fastest(own),
+            best=recommended_trial(own),
             systems=systems,
         )
 
@@ -210,6 +225,19 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
     return min(done, key=lambda trial: trial.iteration_s, default=None)
 
 
+def recommended_trial(trials: Sequence[Trial]) -> Trial | None:
+    """Return the simplest trial that is about as fast as the fastest: few stages before many, then few tensor-parallel
+    devices before many, then a strategy before `auto`, which plans with all of them for every batch."""
+    done = [trial for trial in trials if trial.status == "simulated"]
+    if not done:
+        return None
+    return simplest(
+        done,
+        iteration_s=lambda each: each.iteration_s,
+        layout=lambda each: (each.layout.num_stages, each.layout.tensor_parallel, each.strategy == AUTO),
+    )
+
+
 def recommendation(advice: Advice) -> list[str]:
     """Return a few lines, the recommendation first."""
     best = advice.best
@@ -218,22 +246,35 @@ def recommendation(advice: Advice) -> list[str]:
         return [f"No recommendation: no strategy has a plan on any of {len(advice.layouts)} layouts.", *reasons]
     batches, entry = advice.comparison.case.batches, best.entry
     tokens_per_s = sum(lengths_of(batches)) / len(batches) / best.iteration_s
+    memory = memory_text(entry, device_memory_gib(advice.inputs))
     lines = [
         f"Recommended: {_named(best)}: {seconds(best.iteration_s)} per iteration expected "
-        f"({number(round(tokens_per_s))} tokens/s), {entry.peak_memory_gib:.1f} of {advice.memory_gib:.1f} GiB per "
-        "device."
+        f"({number(round(tokens_per_s))} tokens/s), {memory} per device, planned for {advice.memory_gib:.1f}."
     ]
-    for name, system in advice.systems.items():
-        why = " (its tensor-parallel devices split embedding and head, which rayfcp replicates)"
-        lines.append(
-            f"{advice.gain(name):.2f} times as fast as {name}'s best layout: {_named(system)}, "
-            f"{seconds(system.iteration_s)}{why if advice.gain(name) < 1 and system.split_vocabulary else ''}."
-        )
-    above = 100 * max((entry.gap or 1) - 1, 0)
+    lines += [_rival_line(advice, name) for name in sorted(advice.systems, key=advice.gain)]
+    requested = {entry.strategy for entry in advice.comparison.entries}
+    first = fastest([each for each in advice.trials if each.strategy in requested and not each.split_vocabulary])
+    if first is not None and first.iteration_s < best.iteration_s:
+        ahead = percent(best.iteration_s / first.iteration_s - 1)
+        lines.append(f"{_named(first)} is faster by {ahead}; {WHY_SIMPLE}.")
+    name, bound_s = least = least_bound(advice.comparison)
+    above = percent(max(gap_of(entry, least) - 1, 0))
     return [
         *lines,
-        f"Its groups have degrees {degrees_text(entry.degrees or {})}, {above:.1f} % above the lower bound.",
+        f"Its groups have degrees {degrees_text(entry.degrees or {})}; it takes {above} more than {seconds(bound_s)}, "
+        f"the least lower bound of the strategies listed (of {name}).",
     ]
+
+
+def _rival_line(advice: Advice, name: str) -> str:
+    """Compare the recommendation with a system's best layout."""
+    system, gain = advice.systems[name], advice.gain(name)
+    why = " (its tensor-parallel devices split embedding and head, which rayfcp replicates)"
+    little = "; flexible groups gain little on these lengths" if 1 <= gain < SIMPLER_WITHIN else ""
+    return (
+        f"{gain:.2f} times as fast as {name}'s best layout: {_named(system)}, {seconds(system.iteration_s)}"
+        f"{why if gain < 1 and system.split_vocabulary else ''}{little}."
+    )
 
 
 def _named(trial: Trial) -> str:

@@ -3,8 +3,8 @@
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -12,6 +12,20 @@ from rayfcp.config import ConfigError
 from rayfcp.config.constraints import PRESETS, UNCONSTRAINED, HostConstraints
 from rayfcp.config.loading import describe, read_yaml
 from rayfcp.cost.profiles import pick
+
+if TYPE_CHECKING:
+    from rayfcp.config import Config
+    from rayfcp.values import ModelProfile, SequenceSpec
+
+DEFAULT_STRATEGIES = ("flex-ring", "auto", "static-cp", "ulysses", "dynamic-cp")
+"""Compared unless --strategies names others: rayfcp's own two, and what Megatron-LM and DeepSpeed offer. They take 11 s
+of CPU for 512 sequences on 64 devices, all strategies minutes (2-core AMD EPYC VM, 2026-11-29)."""
+
+STAGED_STRATEGIES = ("elastic-pipeline", "dapple")
+"""Compared too if --stages is given."""
+
+DEFAULT_BATCHES = 2
+"""Global batches that are compared unless --batches says otherwise: planning takes time in proportion."""
 
 
 def chosen(requested: Sequence[str]) -> tuple[str, ...]:
@@ -52,12 +66,14 @@ Degrees = Literal["exact", "dp"]
 class Inputs:
     """Arguments of `rayfcp compare`.
 
-    `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. `frozen_vision`: the vision encoder is not
-    trained. `keep_attention`: recomputed layers may keep their attention. None means `memory_gib` of the hardware, no
-    fixed `max_tokens_per_rank`, and the best `recompute_layers`, `reduce_every` and (with stages) `gather_every` of
-    each strategy. `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two
-    stages. `constraints`: of another trainer that executes the plans. `searched`: which of `stages` and
-    `tensor_parallel`, here 1, are searched.
+    `lengths`: file or `dist:NAME`, or what `rows` come from: sequences drawn already, batch after batch. `model`,
+    `hardware`: names or YAML paths. `frozen_vision`: the vision encoder is not trained. `keep_attention`: recomputed
+    layers may keep their attention. None means `memory_gib` of the hardware, no fixed `max_tokens_per_rank`, and the
+    best `recompute_layers`, `reduce_every` and (with stages) `gather_every` of each strategy. `packing`, `degrees`: as
+    `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two stages. `constraints`: of another trainer
+    that executes the plans. `searched`: which of `stages` and `tensor_parallel`, here 1, are searched. `config`: the
+    run whose data and model are compared, on which a written configuration builds; `profile`: its model, in place of
+    `model`.
     """
 
     lengths: str
@@ -79,13 +95,17 @@ class Inputs:
     packing: Packing = "joint"
     degrees: Degrees = "exact"
     constraints: HostConstraints = UNCONSTRAINED
-    strategies: tuple[str, ...] = ("all",)
+    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
     seed: int = 0
     searched: tuple[str, ...] = ()
+    rows: "Sequence[int | SequenceSpec] | None" = field(default=None, repr=False)
+    profile: "ModelProfile | None" = field(default=None, repr=False)
+    config: "Config | None" = field(default=None, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name, `auto` for what is searched and what each strategy chooses."""
-        given = {name: getattr(self, name) for name in self.__slots__ if name != "searched"}
+        hidden = ("searched", "rows", "profile", "config")
+        given = {name: getattr(self, name) for name in self.__slots__ if name not in hidden}
         chosen = [name for name in ("recompute_layers", "reduce_every", "gather_every") if given[name] is None]
         given |= {
             "strategies": list(self.strategies),
@@ -94,61 +114,86 @@ class Inputs:
         return given | dict.fromkeys((*chosen, *self.searched), "auto")
 
 
+USAGE = "rayfcp compare [CONFIG] [key=value ...] --hardware NAME --devices D [options]"
+
 EXAMPLES = """\
-Lengths: one whole number per line, a .json list, .npy, or .parquet with a column `length`; or dist:NAME for a synthetic
+With CONFIG, a configuration of rayfcp train, lengths, model, batches and choices that it sets are those of that run,
+whose data are tokenized unless they are prepared. Options replace them. Without CONFIG, give --lengths, --model and
+--global-batch.
+
+Lengths: a folder that rayfcp prepare wrote; a .jsonl file of numbers, or of rows with `length`, `num_tokens`,
+`input_ids`, or text or messages, which the tokenizer of a Hugging Face folder in --model counts; one whole number per
+line; a .json list, .npy, or .parquet with a column `length`, `num_tokens` or `input_ids`; or dist:NAME for a synthetic
 distribution of text (lognormal, bimodal, long-tail, github, commoncrawl, wikipedia) or of videos with captions (msrvtt,
-internvid, openvid; dist:msrvtt@1 takes 1 image per second). A .json list may hold rows with images beside numbers:
+internvid, openvid; dist:msrvtt@1 takes 1 image per second). .json lists and .jsonl may hold rows with images:
   {"tokens": 9000, "pictures": [{"start": 24, "tokens": 256, "patches": 1024, "count": 30, "stride": 262}]}
 
 Examples:
+  rayfcp compare mine.yaml --hardware h100 --devices 64
+  rayfcp compare --lengths rows.jsonl --model ./Qwen3-1.7B --hardware h100 --devices 8 --global-batch 32 \\
+      --write-config advised.yaml
+  rayfcp compare --lengths lengths.txt --model qwen3-8b --hardware h100 --devices 64 --global-batch 512 \\
+      --max-seqlen 131072 --strategies all --html compare.html
   rayfcp compare --lengths dist:msrvtt --model qwen3-vl-8b --hardware ascend-910c --devices 64 \\
-      --global-batch 512 --batches 1 --max-seqlen 131072 --strategies flex-ring,static-cp,ulysses --seed 0
-  rayfcp compare --lengths lengths.txt --model qwen3-8b --hardware ascend-910c --devices 64 \\
-      --global-batch 512 --batches 3 --max-seqlen 131072 --strategies all --seed 0 --html compare.html
+      --global-batch 512 --batches 1 --max-seqlen 131072 --strategies flex-ring,static-cp,ulysses
   rayfcp compare --lengths dist:github --model gpt-13b --hardware a800 --devices 32 --stages 4 \\
-      --global-batch 512 --batches 1 --max-seqlen 98304 --strategies elastic-pipeline,seq1f1b,flexsp --seed 0
-  rayfcp compare --lengths dist:github --model llama3-8b --hardware h100 --devices 16 \\
-      --global-batch 128 --batches 2 --max-seqlen 65536 --strategies flex-ring,static-cp,ulysses --seed 0
-  rayfcp compare --lengths dist:github --model qwen3-8b --hardware h100 --devices 16 --stages auto \\
-      --tensor-parallel auto --global-batch 128 --batches 1 --max-seqlen 65536 \\
-      --strategies flex-ring,elastic-pipeline --write-config config.yaml
+      --global-batch 512 --batches 1 --max-seqlen 98304 --strategies elastic-pipeline,seq1f1b,flexsp
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare all arguments on `parser`."""
-    parser.epilog = EXAMPLES
+    """Declare all arguments on `parser`; those that are not given are absent from the result."""
+    parser.usage, parser.epilog, parser.argument_default = USAGE, EXAMPLES, argparse.SUPPRESS
+    parser.add_argument(
+        "overrides", metavar="CONFIG key=value", nargs="*", default=[], help="YAML file, and overrides of its keys"
+    )
     needed = parser.add_argument_group("compared")
     needed.add_argument(
-        "--lengths", required=True, metavar="FILE", help="sequence lengths in tokens: a file or dist:NAME"
+        "--lengths", metavar="FILE", help="sequence lengths: a file, prepared folder or dist:NAME (default: CONFIG's)"
     )
-    needed.add_argument("--model", required=True, metavar="NAME", help="model profile: name or YAML path")
+    needed.add_argument(
+        "--model", metavar="NAME", help="model: name, Hugging Face folder, or YAML path (default: CONFIG's)"
+    )
     needed.add_argument(
         "--freeze-vision", dest="frozen_vision", action="store_true", help="do not train the vision encoder"
     )
-    needed.add_argument("--hardware", required=True, metavar="NAME", help="hardware profile: name or YAML path")
-    needed.add_argument("--devices", required=True, type=positive, metavar="D", help="number of devices")
+    needed.add_argument("--hardware", metavar="NAME", help="hardware profile: name or YAML path")
+    needed.add_argument("--devices", type=positive, metavar="D", help="number of devices")
     for option, metavar, what in (
         ("--stages", "P|auto", "pipeline stages of strategies that use them"),
         ("--tensor-parallel", "T|auto", "tensor-parallel devices"),
     ):
-        help_text = f"{what}; auto: search for the best (default: 1)"
-        needed.add_argument(option, type=positive_or_auto, default=1, metavar=metavar, help=help_text)
-    needed.add_argument("--global-batch", required=True, type=positive, metavar="B", help="sequences per global batch")
-    needed.add_argument("--batches", required=True, type=positive, metavar="K", help="number of global batches")
-    needed.add_argument(
-        "--max-seqlen", required=True, type=positive, metavar="L", help="cut longer sequences to L tokens"
-    )
+        help_text = f"{what}; auto: search for the best (default: CONFIG's, or 1)"
+        needed.add_argument(option, type=positive_or_auto, metavar=metavar, help=help_text)
+    _add_batches(needed)
+    names, staged = ",".join(DEFAULT_STRATEGIES), ",".join(STAGED_STRATEGIES)
     needed.add_argument(
         "--strategies",
         type=names_of,
-        default="all",
-        metavar="A,B",
-        help="strategies, separated by commas (default: all)",
+        metavar="A,B|all",
+        help=f"strategies, separated by commas (default: {names}; with --stages also {staged})",
     )
-    needed.add_argument("--seed", type=not_negative, default=0, metavar="S", help="seed of the draw (default: 0)")
     _add_memory(parser)
     _add_planning_and_output(parser)
+
+
+def _add_batches(needed: argparse._ArgumentGroup) -> None:
+    needed.add_argument(
+        "--global-batch", type=positive, metavar="B", help="sequences per global batch (default: CONFIG's)"
+    )
+    needed.add_argument(
+        "--batches",
+        type=positive,
+        metavar="K",
+        help=f"number of global batches (default: {DEFAULT_BATCHES}, or as many as the lengths fill)",
+    )
+    needed.add_argument(
+        "--max-seqlen",
+        type=positive,
+        metavar="L",
+        help="cut longer sequences to L tokens (default: CONFIG's, or the longest)",
+    )
+    needed.add_argument("--seed", type=not_negative, metavar="S", help="seed of the draw (default: CONFIG's, or 0)")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -193,27 +238,26 @@ def _add_planning_and_output(parser: argparse.ArgumentParser) -> None:
     stages.add_argument(
         "--packing",
         choices=("joint", "bfd"),
-        default="joint",
         help="packing of flex-ring: joint search, or bfd, the paper's best-fit decreasing, which then packs static-cp "
         "and ulysses by length alone too, as is standard (default: joint)",
     )
     stages.add_argument(
         "--degrees",
         choices=("exact", "dp"),
-        default="exact",
         help="degrees of flex-ring: exact, or dp, the paper's dynamic program (default: exact)",
     )
     stages.add_argument(
         "--constraints",
         type=constraints_of,
-        default=UNCONSTRAINED,
         metavar="NAME|KEY=VALUE,...",
         help=f"of another trainer that executes the plans: {', '.join(PRESETS)}, keys of plan.constraints, or a name "
         "and keys that differ; shows what they cost (default: none)",
     )
     advice = parser.add_argument_group("configuration of the best layout and strategy")
     advice.add_argument("--write-config", metavar="FILE", help="write a configuration for rayfcp train")
-    advice.add_argument("--data", metavar="PATH", help="data of that configuration (default: a placeholder)")
+    advice.add_argument(
+        "--data", metavar="PATH", help="data of that configuration (default: the data compared, or a placeholder)"
+    )
     out = parser.add_argument_group("output in addition to the table")
     out.add_argument("--json", metavar="OUT", help="write all figures as JSON")
     out.add_argument("--html", metavar="OUT", help="write a self-contained HTML page")

@@ -33,6 +33,8 @@ from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, Model
 from rayfcp.verify import check_plan
 
 Log = Callable[[str], None]
+OnEntry = Callable[[Entry], None]
+STATIC = "static-cp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,7 @@ class Comparison:
     """All entries in the order of the strategies, and the simulated first batch of each feasible one.
 
     `prices`: what constraints cost each strategy of ours that keeps them; none without constraints. `system`: name and
-    iteration time of the fastest system that was searched too, the reference of speedups where no baseline is among
-    the entries.
+    iteration time of the fastest system that was searched too.
     """
 
     inputs: Inputs
@@ -76,11 +77,15 @@ class Comparison:
 
     @property
     def reference(self) -> tuple[str, float] | None:
-        """Name and iteration time that speedups refer to; None without a baseline."""
+        """Name and iteration time of the fastest baseline, to which speedups refer; None without one."""
         best = best_baseline(self.entries)
-        if best is None or best.iteration_s is None:
-            return self.system
-        return f"{best.strategy}, the best baseline", best.iteration_s
+        found = [] if best is None else [(f"{best.strategy}, the fastest baseline", best.iteration_s or 0.0)]
+        return min([*found, *([self.system] if self.system else [])], key=lambda each: each[1], default=None)
+
+    @property
+    def static_s(self) -> float | None:
+        """Iteration time of static CP, what most trainers offer; None if it was not compared or has no plan."""
+        return next((each.iteration_s for each in self.entries if each.strategy == STATIC), None)
 
     def tokens_per_s_per_device(self, entry: Entry) -> float:
         """Tokens per second over the devices of the cluster, of which a rank may have several."""
@@ -88,22 +93,30 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON contract: inputs and one entry per strategy."""
-        best = best_baseline(self.entries)
-        best_s = best.iteration_s if best else None
+        best_s = self.reference[1] if self.reference else None
         return {
             "inputs": {**self.inputs.as_json(), "num_ranks": self.case.num_ranks},
-            "results": [entry.as_json(best_baseline_s=best_s) for entry in self.entries],
+            "results": [
+                entry.as_json(best_baseline_s=best_s) | {"speedup_over_static_cp": entry.speedup(self.static_s)}
+                for entry in self.entries
+            ],
             **({"price": [asdict(price) for price in self.prices]} if self.prices else {}),
         }
 
 
 def compare(
-    inputs: Inputs, *, log: Log = lambda _: None, options: PlanConfig | None = None, check: bool = True
+    inputs: Inputs,
+    *,
+    log: Log = lambda _: None,
+    on_entry: OnEntry = lambda _: None,
+    options: PlanConfig | None = None,
+    check: bool = True,
 ) -> Comparison:
     """Plan, check and simulate every strategy on the same batches.
 
-    `log` receives the next piece of work; `options` replace those of `inputs`; without `check` the validator, which
-    takes as long again, is skipped. The same inputs give the same plans and figures except `plan_s` and `prepare_s`.
+    `log` receives the next piece of work, `on_entry` the entry of each strategy when it is ready. `options` replace
+    those of `inputs`; without `check` the validator, which takes as long again, is skipped. The same inputs give the
+    same plans and figures except `plan_s` and `prepare_s`.
 
     Raises:
         ConfigError: Inputs that cannot be used, in one line.
@@ -118,6 +131,7 @@ def compare(
         ]
         entry, scene = min(found, key=lambda each: each[0].iteration_s or math.inf)
         entries.append(entry)
+        on_entry(entry)
         scenes += [scene] if scene else []
     prices = [_price(entry, case=case, inputs=inputs, log=log) for entry in entries if _has_price(entry, case=case)]
     return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes), prices=tuple(prices))
@@ -158,7 +172,7 @@ def model_of(inputs: Inputs) -> ModelProfile:
     Raises:
         ConfigError: An unknown model, or one without an encoder to freeze.
     """
-    model = model_profile(inputs.model)
+    model = inputs.profile or model_profile(inputs.model)
     if not inputs.frozen_vision:
         return model
     if model.vision is None:

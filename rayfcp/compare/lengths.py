@@ -33,7 +33,9 @@ Row = int | SequenceSpec
 
 DISTRIBUTION = "dist:"
 RATE = "@"
-COLUMN = "length"
+COLUMNS = ("length", "num_tokens", "input_ids")
+"""Columns from which the tokens of a row are known, the first that it has: two of numbers, one of token ids."""
+JSONL = ".jsonl"
 
 R = TypeVar("R", bound=Sized)
 
@@ -43,7 +45,9 @@ class WrongRowsError(ValueError):
 
 
 def batches_of(inputs: Inputs, *, model: ModelProfile) -> tuple[Batch, ...]:
-    """Return the batches of a comparison (`draw_batches`)."""
+    """Return the batches of a comparison: of its rows, or as `draw_batches`."""
+    if inputs.rows is not None:
+        return _batches(inputs.rows, size=inputs.global_batch, max_seqlen=inputs.max_seqlen, model=model)
     return draw_batches(
         inputs.lengths,
         num_batches=inputs.batches,
@@ -74,19 +78,52 @@ def draw_batches(
     if source.startswith(DISTRIBUTION):
         rows = _drawn(source.removeprefix(DISTRIBUTION), needed, max_seqlen=max_seqlen, seed=seed, model=model)
     else:
-        rows = read_rows(source)
-        if len(rows) < needed:
-            raise ConfigError(
-                f"--lengths {source!r} has {len(rows)} lengths, must have at least --batches x --global-batch "
-                f"({num_batches} x {global_batch} = {needed}), as none is drawn twice; lower one of them"
-            )
-        rows = [rows[at] for at in np.random.default_rng(seed).permutation(len(rows))[:needed]]
+        rows = draw(read_rows(source), source=source, num_batches=num_batches, global_batch=global_batch, seed=seed)
         check_encoded(rows, source=source, model=model)
+    return _batches(rows, size=global_batch, max_seqlen=max_seqlen, model=model)
+
+
+def draw(rows: Sequence[Row], *, source: str, num_batches: int, global_batch: int, seed: int) -> list[Row]:
+    """Return the rows of all batches, drawn without replacement.
+
+    Raises:
+        ConfigError: There are fewer.
+    """
+    needed = num_batches * global_batch
+    if len(rows) < needed:
+        raise ConfigError(
+            f"--lengths {source!r} has {len(rows)} lengths, must have at least --batches x --global-batch "
+            f"({num_batches} x {global_batch} = {needed}), as none is drawn twice; lower one of them"
+        )
+    return [rows[at] for at in np.random.default_rng(seed).permutation(len(rows))[:needed].tolist()]
+
+
+def _batches(rows: Sequence[Row], *, size: int, max_seqlen: int, model: ModelProfile | None) -> tuple[Batch, ...]:
     kinds = model.layer_kinds if model else ()
     return tuple(
-        sequences_of_rows([cut(row, max_seqlen) for row in rows[first : first + global_batch]], layer_kinds=kinds)
-        for first in range(0, needed, global_batch)
+        sequences_of_rows([cut(row, max_seqlen) for row in rows[first : first + size]], layer_kinds=kinds)
+        for first in range(0, len(rows), size)
     )
+
+
+def tokens_of(row: Row) -> int:
+    """Return the tokens of a row."""
+    return row if isinstance(row, int) else row.num_tokens
+
+
+def longest_of(name: str) -> int:
+    """Return the longest sequence of a named distribution of text.
+
+    Raises:
+        ConfigError: An unknown name, or videos, whose tokens depend on the model.
+    """
+    word, rate, _ = name.removeprefix(DISTRIBUTION).partition(RATE)
+    if rate or word in VIDEOS:
+        raise ConfigError("--max-seqlen is missing, must be given with videos; e.g. --max-seqlen 131072")
+    try:
+        return DISTRIBUTIONS[pick(word, (*DISTRIBUTIONS, *VIDEOS), what="distribution")].longest
+    except ValueError as error:
+        raise ConfigError(f"--lengths: {error}") from None
 
 
 def lengths_of(batches: Sequence[Batch]) -> list[int]:
@@ -151,7 +188,8 @@ def read_rows(path: str) -> Sequence[Row]:
 
 
 def read_lengths(path: str) -> Lengths:
-    """Return all lengths of a file: .json list, .npy, .parquet with a column `length`, else one integer per line.
+    """Return all lengths of a file: .json list, .npy, .parquet or .jsonl with one of `COLUMNS`, else one integer per
+    line.
 
     Raises:
         ConfigError: A missing file, a wrong format, or a length that is not a whole number of at least 1 (with its line
@@ -163,6 +201,11 @@ def read_lengths(path: str) -> Lengths:
 def _read(path: str, convert: Callable[[Any], R]) -> R:
     """Convert the values of a file; all errors are one line."""
     suffix = Path(path).suffix.lower()
+    if Path(path).is_dir():
+        raise ConfigError(
+            f"--lengths {path!r} is a folder, must be a file or a folder that rayfcp prepare wrote; give raw data as "
+            "data.paths of CONFIG"
+        )
     try:
         rows = convert(READERS.get(suffix, _lines)(Path(path)))
     except FileNotFoundError as error:
@@ -185,6 +228,54 @@ def _lines(path: Path) -> list[int]:
     return [int(word) for word in words if word]
 
 
+def _jsonl(path: Path) -> list[Any]:
+    """Return numbers, and rows with images as they are."""
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError:
+                raise WrongRowsError(f"line {number} is {line.strip()[:40]!r}, must be JSON; correct it") from None
+            rows.append(value if _has_images(value) else _length(value, where=f"line {number}"))
+    return rows
+
+
+def _has_images(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("tokens"), int)
+
+
+def _length(value: object, *, where: str) -> int:
+    """Return the tokens of a number or of a row with one of `COLUMNS`."""
+    if not isinstance(value, dict):
+        return _number(value, where=where, least=1)
+    name = next((name for name in COLUMNS if value.get(name) is not None), None)
+    if name is None:
+        raise WrongRowsError(
+            f"{where} has {', '.join(map(str, value)) or 'no columns'}, must have one of {', '.join(COLUMNS)}; rows of "
+            "text are counted by the tokenizer of a Hugging Face folder in --model, or by that of CONFIG"
+        )
+    return _number(_counted(value[name]), where=f"{where}: {name}", least=1)
+
+
+def _counted(value: object) -> object:
+    return len(value) if isinstance(value, list) else value
+
+
+def holds_text(path: str) -> bool:
+    """Return whether the first row of a .jsonl file has columns, but none that tells its tokens."""
+    if Path(path).suffix.lower() != JSONL:
+        return False
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            row = json.loads(next(line for line in lines if line.strip()))
+    except (OSError, ValueError, StopIteration):
+        return False  # reading it says why
+    return isinstance(row, dict) and not _has_images(row) and not any(row.get(name) is not None for name in COLUMNS)
+
+
 def _json(path: Path) -> list[Any]:
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, list):
@@ -203,12 +294,15 @@ def _parquet(path: Path) -> Any:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
-    if COLUMN not in file.schema_arrow.names:
-        raise WrongRowsError(f"has columns {', '.join(file.schema_arrow.names)}, must have one named {COLUMN!r}")
-    return file.read(columns=[COLUMN]).column(COLUMN).to_pylist()
+    name = next((name for name in COLUMNS if name in file.schema_arrow.names), None)
+    if name is None:
+        raise WrongRowsError(
+            f"has columns {', '.join(file.schema_arrow.names)}, must have one named {' or '.join(map(repr, COLUMNS))}"
+        )
+    return [_counted(value) for value in file.read(columns=[name]).column(name).to_pylist()]
 
 
-READERS: dict[str, Callable[[Path], Any]] = {".json": _json, ".npy": _npy, ".parquet": _parquet}
+READERS: dict[str, Callable[[Path], Any]] = {".json": _json, JSONL: _jsonl, ".npy": _npy, ".parquet": _parquet}
 
 
 def _whole(values: Any, *, first: int = 1) -> Lengths:
@@ -235,8 +329,8 @@ def _row(value: Any, *, entry: int) -> Row:
         WrongRowsError: It is not a row; the message has the entry, the field, the value and the bound.
     """
     where = f"entry {entry}"
-    if not isinstance(value, dict):
-        return _number(value, where=where, least=1)
+    if not isinstance(value, dict) or ("tokens" not in value and any(name in value for name in COLUMNS)):
+        return _length(value, where=where)
     _check_names(value, _ROW, needed=("tokens",), where=where)
     tokens = _number(value["tokens"], where=f"{where}: tokens", least=1)
     given = value.get("pictures", [])

@@ -6,8 +6,8 @@ from html import escape
 
 from rayfcp.compare.comparison import Comparison
 from rayfcp.compare.lengths import lengths_of
-from rayfcp.compare.results import Entry, best_baseline
-from rayfcp.compare.table import PRICE, columns, footnotes, price_rows, ranked
+from rayfcp.compare.results import Entry
+from rayfcp.compare.table import PRICE, columns, footnotes, gap_of, least_bound, price_rows, ranked, rivals_of
 from rayfcp.compare.timelines import HELP, degree_bands, scene_charts
 from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.page import Chart, figure, html_page, table
@@ -33,7 +33,7 @@ SIDEWAYS = '<p class="sideways">Scroll the table sideways for all columns.</p>'
 def iteration_bars(comparison: Comparison) -> Chart:
     """Return a bar per strategy, the fastest first, split into its parts; a line marks the lower bound."""
     entries = ranked(comparison.entries)
-    bound_s = max((entry.lower_bound_s or 0.0 for entry in entries), default=0.0)
+    _, bound_s = least_bound(comparison)
     times = [entry.iteration_s or 0.0 for entry in entries]
     high = min(times[-1], LONGEST * times[0])
     rows = []
@@ -169,18 +169,20 @@ def title(comparison: Comparison) -> str:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Say how fast the fastest strategy is, and how far from the best baseline and the lower bound."""
+    """Say how fast the fastest strategy is, and how far from static CP, the fastest baseline and the lower bound."""
     entries = ranked(comparison.entries)
     if not entries:
         return "The reasons are listed below."
-    winner, best = entries[0], best_baseline(comparison.entries)
+    winner = entries[0]
     said = f"{seconds(winner.iteration_s or 0.0)} per iteration"
-    rival = best if best is not None and best is not winner else (entries[1] if len(entries) > 1 else None)
-    if rival is not None:
-        times = (rival.iteration_s or 0.0) / (winner.iteration_s or 1.0)
-        name = f"{rival.strategy}, the best baseline" if rival is best else rival.strategy
+    rivals = rivals_of(comparison, winner)
+    if not rivals and len(entries) > 1:
+        rivals = [(entries[1].strategy, entries[1].iteration_s or 0.0)]
+    for name, other_s in rivals:
+        times = other_s / (winner.iteration_s or 1.0)
         said += f", {times:.2f} times as fast as {name}" if times >= LEVEL else f", level with {name}"
-    said += f", and {percent(max((winner.gap or 1.0) - 1.0, 0.0))} above the lower bound of any plan."
+    above = max(gap_of(winner, least_bound(comparison)) - 1.0, 0.0)
+    said += f", and {percent(above)} above the least lower bound of the strategies listed."
     return said.replace(" %", "\u00a0%")
 
 

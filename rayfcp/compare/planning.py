@@ -23,9 +23,11 @@ WARM_UP_SEQUENCES = 8
 
 
 def options_of(inputs: Inputs) -> PlanConfig:
-    """Return the planning options of all strategies."""
+    """Return the planning options of all strategies: of the configuration, as far as it sets them, and the inputs."""
+    plan = PlanConfig() if inputs.config is None else inputs.config.plan
+    own = {name: getattr(plan, name) for name in plan.model_fields_set}
     given = {"packing": inputs.packing, "degrees": inputs.degrees, "constraints": inputs.constraints}
-    return OPTIONS.model_copy(update=given)
+    return OPTIONS.model_copy(update=own | given)
 
 
 def plan_timed(

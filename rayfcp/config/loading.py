@@ -23,6 +23,9 @@ class ConfigError(ValueError):
     """One clear line: the field, the value given, the bound, the remedy."""
 
 
+FILL_IN = "FILL_IN"
+"""Value of a key that only the user can choose; a run refuses it."""
+
 _FLOAT = re.compile(
     r"""^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$
        |^[-+]?[0-9]+[eE][-+]?[0-9]+$
@@ -242,6 +245,10 @@ def describe(error: ValidationError) -> str:
 def _line(problem: ErrorDetails) -> str:
     dotted = ".".join(str(part) for part in problem["loc"])
     kind, value, context = problem["type"], shown(problem["input"]), problem.get("ctx", {})
+    if problem["input"] == FILL_IN:
+        return (
+            f"{dotted} is {value}, a placeholder, must be set before training; write its value or give {dotted}=VALUE"
+        )
     if kind in ("extra_forbidden", "invalid_key"):
         return unknown_key(dotted)
     if kind == "missing":
@@ -277,10 +284,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def load_config(source: str | Path | Mapping[str, Any], *, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    source: str | Path | Mapping[str, Any], *, overrides: Sequence[str] = (), trains: bool = True
+) -> Config:
     """The configuration in a YAML file or a dict of sections, changed by `section.key=value` overrides in order.
 
-    A value is read as YAML: `train.learning_rate=1e-4`, `cluster.num_workers=[2, 4]`, `run.dir=null`.
+    A value is read as YAML: `train.learning_rate=1e-4`, `cluster.num_workers=[2, 4]`, `run.dir=null`. Placeholders
+    (`FILL_IN`) are errors, unless it never `trains`: then keys of `train` that have one are at their defaults.
 
     Raises:
         ConfigError: one line that names the file or the dotted key, the value, the bound and the remedy.
@@ -291,6 +301,8 @@ def load_config(source: str | Path | Mapping[str, Any], *, overrides: Sequence[s
         raw = read_mapping(source, what="config", content="sections of keys; see jobs/quickstart.yaml")
     for override in overrides:
         _override(raw, override)
+    if not trains and isinstance(train := raw.get("train"), dict):
+        raw["train"] = {key: value for key, value in train.items() if value != FILL_IN}
     return parse_config(raw)
 
 

@@ -63,7 +63,8 @@ class Shipped(Mapping[str, P], Generic[P]):
         return self._profiles[name][1]
 
     def find(self, name_or_path: str) -> P:
-        """The profile of that name, or the one in that YAML file (a path has a slash or ends in `.yaml`, `.yml`).
+        """The profile of that name in any case, or the one in that YAML file (a path has a slash or ends in `.yaml`,
+        `.yml`).
 
         Raises:
             ConfigError: unknown name, or a file that holds no such profile; one line that names the field, the
@@ -71,7 +72,7 @@ class Shipped(Mapping[str, P], Generic[P]):
         """
         if not ("/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))):
             try:
-                return self[pick(name_or_path, self, what=self._what)]
+                return self[pick(name_or_path.lower(), self, what=self._what)]
             except ValueError as error:
                 raise ConfigError(f"{error} (a YAML file is given by its path)") from None
         path = Path(name_or_path)

@@ -89,7 +89,7 @@ CUDA = DeviceInfo(
     losses=r"CUDA error: (CUDA-capable device\(s\) is/are busy|no CUDA-capable device|uncorrectable (ECC|NVLink) error"
     r"|the launch timed out|hardware stack error|unspecified launch failure"
     r"|Invalid access of peer GPU memory over nvlink|system not yet initialized|unknown error)",
-    hardware=("h100", "h200", "a800", "gpu-x", "gpu-y"),
+    hardware=("h100", "h200", "a800", "a100", "b200", "gb200", "l40s", "gpu-x", "gpu-y"),
     start_tokens=16384,
     install="install the driver and torch's CUDA build; in a container, run it with the GPUs (--gpus all)",
     environment=(
@@ -116,6 +116,7 @@ CUDA = DeviceInfo(
     compiles=True,
     peak_flops={  # without a suffix: the SXM module
         "B200": 2250e12,
+        "GB200": 2500e12,
         "H200": 989e12,
         "H200 NVL": 835e12,
         "H100": 989e12,

@@ -1,4 +1,4 @@
-"""The advice trains as it is written: lengths of a small data set, the CPU profile, the file as it is."""
+"""The advice trains once its steps are chosen: lengths of a small data set, the CPU profile, the file as it is."""
 
 import json
 from pathlib import Path
@@ -33,10 +33,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_advice_trains_as_written(folder: Path) -> None:
+def test_the_advice_trains_once_its_steps_are_chosen(folder: Path) -> None:
     assert main([*COMMAND.split(), "--devices", "2", "--stages", "auto", "--tensor-parallel", "auto"]) == 0
-    config = load_config(folder / "config.yaml")
-    assert main(["train", "config.yaml"]) == 0
+    chosen = ["train.steps=20", "train.learning_rate=1e-3"]
+    config = load_config(folder / "config.yaml", overrides=chosen)
+    assert main(["train", "config.yaml", *chosen]) == 0
     reports = read_steps(Path(config.run_dir) / "steps.jsonl")
     assert len(reports) == config.train.steps and {report.world_size for report in reports} == {2}
     assert {report.strategy for report in reports} == {config.plan.strategy}

@@ -5,6 +5,8 @@ from typing import Any
 
 from rayfcp.compare.arguments import Inputs
 
+ROOT = Path(__file__).resolve().parents[2]
+
 LENGTHS = [300, 12_000, 700, 1_500, 90, 4_000, 2_200, 650, 800, 5_000, 1_100, 60, 3_000, 410, 20_000, 900]
 
 

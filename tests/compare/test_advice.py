@@ -212,7 +212,7 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
             continue
         path = tmp_path / "config.yaml"
         path.write_text(run_config_text(found, data="data"))
-        config = load_config(path)
+        config = load_config(path, overrides=["train.steps=2", "train.learning_rate=1e-5"])
         check_runnable(config)
         entry, model = found.best.entry, model_profile(str(tiny(tmp_path)))
         assert entry is not None and entry.layers_of_stage == layers_of_stage(config, model)
@@ -231,13 +231,16 @@ def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model
     inputs = request(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
     path = tmp_path / "config.yaml"
     path.write_text(run_config_text(Advisor(replace(inputs, searched=())).advise()))
-    config = load_config(path)
+    with pytest.raises(ConfigError, match=r"^train.steps is 'FILL_IN', a placeholder, must be set before training"):
+        load_config(path)
+    config = load_config(path, trains=False)
     found, want = model_of(config), model_profile(model)
     assert (found.num_layers, found.num_parameters) == (want.num_layers, want.num_parameters)
     text = path.read_text().replace("\n# ", " ")
     assert config.data.paths == (DATA,) and f"To fill in: data.paths; the placeholder is {DATA}." in text
     key = "data.tokenizer" if model == "gpt-7b" else "model.path"
-    assert f"To fill in: {key}" in text and ("To choose: train.steps" in text) == (key == "model.path")
+    assert f"To fill in: {key}" in text and "To choose: train.steps and train.learning_rate" in text
+    assert ("The weights are random" in text) == (key == "data.tokenizer") == (config.model.init == "random")
     with pytest.raises(ConfigError, match=rf"^{key} is 'PATH/OF/.*', there is no such folder"):
         check_runnable(config)
 
@@ -250,7 +253,7 @@ def test_the_command_writes_everything(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Recommended: flex-ring on " in captured.out and "Megatron-LM's best layout" in captured.out
     assert "flex-ring on 2 stages x 1 device: planning" in captured.err
     recommended = json.loads(out.read_text())["recommended"]
-    written = load_config(config)
+    written = load_config(config, trains=False)
     assert written.cluster.pipeline_stages == recommended["num_stages"]
     assert written.cluster.tensor_parallel == recommended["tensor_parallel"]
     assert written.data.paths == (str(tmp_path),) and written.plan.strategy == "flex-ring"

@@ -38,6 +38,11 @@ WRONG = {
     "strategies": ("flex-rnig", "did you mean 'flex-ring'"),
     "batches": ("3", "must have at least --batches x --global-batch (3 x 8 = 24)"),
     "json": (".", "--json is '.', a folder"),
+    "devices": (None, "--devices is missing, must be given"),
+    "global-batch": (
+        None,
+        "--global-batch is missing, must be given; give sequences, e.g. --global-batch 32, or CONFIG",
+    ),
 }
 
 
@@ -54,7 +59,6 @@ def test_wrong_inputs_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     ("changes", "line"),
     [
         ({"devices": "0"}, "argument --devices: '0' must be a whole number of at least 1"),
-        ({"devices": None}, "the following arguments are required: --devices"),
         ({"memory-gib": "8"}, "not allowed with argument"),
         ({"max-tokens-per-rank": None, "memory-gib": "much"}, "'much' must be a number above 0"),
         ({"seed": "-1"}, "'-1' must be a whole number of at least 0"),

@@ -11,6 +11,7 @@ from rayfcp.compare.arguments import constraints_of
 from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
 from rayfcp.compare.planning import OPTIONS, plan_lengths
+from rayfcp.config import load_config
 from rayfcp.config.constraints import PRESETS, HostConstraints
 from rayfcp.values import InfeasiblePlanError
 from tests.compare.cases import arguments, small
@@ -62,8 +63,10 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     at = next(number for number, line in enumerate(lines) if line.startswith("price of the constraints"))
     assert lines[at + 1].split() == ["strategy", "without", "all"], "one constraint alone is all of them"
     assert lines[at + 2].split()[0] == "flex-ring" and float(lines[at + 2].split()[-1]) >= 1.0
-    assert main([*given, "--write-config", str(tmp_path / "config.yaml")]) == 2
-    assert "--constraints is of another trainer" in capsys.readouterr().err
+    config = tmp_path / "config.yaml"
+    given = arguments(tmp_path, **{"strategies": "flex-ring", "batches": 1, "max-tokens-per-rank": None})
+    assert main([*given, "--constraints", "megatron", "--write-config", str(config)]) == 0
+    assert load_config(config, trains=False).plan.constraints == PRESETS["megatron"]
 
 
 @pytest.mark.parametrize(

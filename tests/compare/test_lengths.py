@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from rayfcp.compare.lengths import Batch, draw_batches, lengths_of, read_lengths
+from rayfcp.compare.lengths import Batch, draw_batches, lengths_of, read_lengths, read_rows
 from rayfcp.config import ConfigError
 
 LENGTHS = [5, 700, 31, 8]
@@ -26,7 +27,7 @@ def write(path: Path, lengths: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.npy", "a.parquet", "a"])
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl", "a.npy", "a.parquet", "a"])
 def test_each_format_gives_the_same_lengths(tmp_path: Path, name: str) -> None:
     read = read_lengths(str(write(tmp_path / name, LENGTHS)))
     assert read.tolist() == LENGTHS and read.dtype == np.int64
@@ -45,6 +46,16 @@ def test_each_format_gives_the_same_lengths(tmp_path: Path, name: str) -> None:
         ("a.json", "[true]", "entry 1 is True"),
         ("a.json", '{"length": [1]}', "holds a dict, must be a list"),
         ("a.json", "[1,", "cannot be read as .json"),
+        (
+            "a.jsonl",
+            '{"length": 5}\n\n{"text": "x"}\n',
+            "line 3 has text, must have one of length, num_tokens, input_ids",
+        ),
+        ("a.jsonl", '{"num_tokens": 0}', "line 1: num_tokens is 0, must be a whole number of at least 1"),
+        ("a.jsonl", '{"input_ids": []}', "line 1: input_ids is 0, must be"),
+        ("a.jsonl", "{}", "line 1 has no columns"),
+        ("a.jsonl", "5\n[5]\n", "line 2 is [5], must be a whole number"),
+        ("a.jsonl", "5\nfive\n", "line 2 is 'five', must be JSON"),
         ("a.npy", "no array", "cannot be read as .npy"),
         ("a.parquet", "no table", "cannot be read as .parquet"),
     ],
@@ -56,14 +67,28 @@ def test_wrong_files_are_told_in_one_line(tmp_path: Path, name: str, content: st
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_rows_tell_their_lengths_by_any_of_their_columns(tmp_path: Path, name: str) -> None:
+    """A row of several columns is as long as its `length`; rows with images stand among them."""
+    images = {"tokens": 90, "pictures": [{"start": 24, "tokens": 16, "patches": 64}]}
+    rows: list[Any] = [{"length": 5, "input_ids": [1]}, {"num_tokens": 700}, {"input_ids": [0] * 31, "text": "x"}, 8]
+    texts = [json.dumps(row) for row in [*rows, images]]
+    (tmp_path / name).write_text(f"[{','.join(texts)}]" if name == "a.json" else "\n".join(texts))
+    *plain, last = read_rows(str(tmp_path / name))
+    assert plain == LENGTHS and not isinstance(last, int) and last.num_tokens == 90
+
+
 def test_other_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist; check the path"):
         read_lengths(str(tmp_path / "absent.txt"))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is a folder, must be a file or a folder that rayfcp prepare wrote"):
         read_lengths(str(tmp_path))
     parquet.write_table(pa.table({"tokens": [1]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="has columns tokens, must have one named 'length'"):
         read_lengths(str(tmp_path / "a.parquet"))
+    parquet.write_table(pa.table({"num_tokens": [1, 7]}), tmp_path / "b.parquet")
+    parquet.write_table(pa.table({"input_ids": [[5], [4, 4, 4]]}), tmp_path / "c.parquet")
+    assert [read_lengths(str(tmp_path / name)).tolist() for name in ("b.parquet", "c.parquet")] == [[1, 7], [1, 3]]
     np.save(tmp_path / "a.npy", np.ones((2, 2), np.int64))
     with pytest.raises(ConfigError, match="must have one dimension"):
         read_lengths(str(tmp_path / "a.npy"))

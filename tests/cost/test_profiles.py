@@ -9,6 +9,7 @@ from rayfcp.config import ConfigError
 from rayfcp.config.loading import write_yaml
 from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
 from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
+from rayfcp.values.devices import device_of_hardware
 from tests.masks import kinds
 
 NAMED_MODELS = [
@@ -17,7 +18,7 @@ NAMED_MODELS = [
     *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "gpt-oss-20b", "gpt-oss-120b"),
     *(UNEQUAL := ("deepseek-v3", "qwen3-next-80b-a3b", "nemotron-h-8b", "kimi-linear-48b-a3b")),
 ]
-NAMED_HARDWARE = ["ascend-910c", "a800", "h100", "h200", "gpu-x", "gpu-y", "cpu"]
+NAMED_HARDWARE = ["ascend-910c", "a800", "a100", "h100", "h200", "b200", "gb200", "l40s", "gpu-x", "gpu-y", "cpu"]
 
 
 SEEING = [name for name in NAMED_MODELS if name.startswith("internvl") or "-vl-" in name]
@@ -232,3 +233,19 @@ def test_wrong_windows_of_layers_are_told_in_one_line(tmp_path: Path, windows: o
     with pytest.raises(ConfigError) as error:
         model_profile(written(tmp_path, MODELS["qwen3-1.7b"], layer_windows=windows))
     assert line in str(error.value) and "\n" not in str(error.value) and "mine.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "gb200", "l40s"])
+def test_cards_are_known_in_any_case_with_their_peak(name: str) -> None:
+    """The profile's peak is the one by which a run computes MFU on a card of that name."""
+    profile = hardware_profile(name.upper())
+    assert profile == hardware_profile(name) and profile.name == name
+    device = device_of_hardware(profile.name)
+    assert device is not None and device.name == "cuda"
+    peak = device.peak_flops_of(f"NVIDIA {name.upper()}")
+    assert peak is not None and peak == pytest.approx(profile.peak_flops, rel=1e-3)
+
+
+def test_wrong_names_in_any_case_are_told() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        hardware_profile("H10O")
