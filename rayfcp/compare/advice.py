@@ -21,10 +21,10 @@ from rayfcp.compare.page import SIDEWAYS
 from rayfcp.compare.planning import options_of
 from rayfcp.compare.results import Entry
 from rayfcp.compare.table import (
+    MOST_DEGREES,
     SIMPLER_WITHIN,
     WHY_SIMPLE,
     aligned,
-    degrees_text,
     device_memory_gib,
     gap_of,
     least_bound,
@@ -36,7 +36,7 @@ from rayfcp.plan import hardware_profile
 from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.telemetry.page import table
 from rayfcp.telemetry.summary import number, percent, seconds
-from rayfcp.values.counted import counted
+from rayfcp.values.counted import counted, degrees_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +259,10 @@ def recommendation(advice: Advice) -> list[str]:
         lines.append(f"{_named(first)} is faster by {ahead}; {WHY_SIMPLE}.")
     name, bound_s = least = least_bound(advice.comparison)
     above = percent(max(gap_of(entry, least) - 1, 0))
+    degrees = degrees_text(entry.degrees or {}, most=MOST_DEGREES)
     return [
         *lines,
-        f"Its groups have degrees {degrees_text(entry.degrees or {})}; it takes {above} more than {seconds(bound_s)}, "
+        f"Its groups have degrees {degrees}; it takes {above} more than {seconds(bound_s)}, "
         f"the least lower bound of the strategies listed (of {name}).",
     ]
 

@@ -10,7 +10,10 @@ from rayfcp.compare.settings import GIB
 from rayfcp.plan import hardware_profile
 from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.telemetry.summary import number, percent, seconds
-from rayfcp.values.counted import counted
+from rayfcp.values.counted import counted, degrees_text
+
+MOST_DEGREES = 6
+"""Degrees of a row that are shown."""
 
 Column = tuple[str, Callable[[Entry], str]]
 
@@ -48,7 +51,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         ("planning", lambda each: seconds(each.plan_s or 0.0)),
         ("programs", lambda each: seconds(each.prepare_s or 0.0)),
         ("microbatches", lambda each: number(each.num_microbatches or 0)),
-        ("degrees", lambda each: degrees_text(each.degrees or {})),
+        ("degrees", lambda each: degrees_text(each.degrees or {}, most=MOST_DEGREES)),
         ("setting", setting_text),
     )
 
@@ -216,13 +219,6 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
 
 def _has_images(comparison: Comparison) -> bool:
     return any(each.imbalance and each.imbalance.encoder is not None for each in comparison.entries)
-
-
-def degrees_text(degrees: dict[int, float], *, most: int = 6) -> str:
-    """Return degrees, the largest first, with their numbers of groups, e.g. `8x3 4x2 1x12`, without the rarest."""
-    shown = sorted(degrees, key=lambda degree: (-degree * degrees[degree], -degree))[:most]
-    text = " ".join(f"{degree}x{degrees[degree]:.3g}" for degree in sorted(shown, reverse=True))
-    return f"{text} and {len(degrees) - most} more" if len(degrees) > most else text
 
 
 def setting_text(entry: Entry) -> str:

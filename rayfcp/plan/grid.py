@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
+from rayfcp.values.counted import degrees_text
 
 MIN_COLUMNS = 4  # of a microbatch; more microbatches than fit are left out, and the header says so
 IDLE = "·"
@@ -46,12 +47,11 @@ def _time_axis(seconds: Sequence[float], widths: Sequence[int]) -> str:
 
 
 def _header(plan: BatchPlan, *, num_shown: int, width: int) -> list[str]:
-    degrees = ", ".join(f"{degree} ({count}x)" for degree, count in plan.degrees.items())
     facts = (
         f"{plan.strategy} on {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)}: "
         f"predicted {_seconds(plan.predicted_s)}, "
         f"bound {_seconds(plan.lower_bound_s)}, "
-        f"gap {plan.gap:.3f}; degrees {degrees}"
+        f"gap {plan.gap:.3f}; degrees {degrees_text(plan.degrees)}"
     )
     lines = [facts, plan.reason]
     if num_shown < len(plan.microbatches):

@@ -3,12 +3,13 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rayfcp.telemetry.charts import tokens_per_s
 from rayfcp.telemetry.summary import number, percent, seconds
 from rayfcp.values import StepReport
+from rayfcp.values.counted import degrees_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -148,11 +149,5 @@ def describe(report: StepReport) -> tuple[str, ...]:
         f"{number(tokens_per_s(report))} tok/s",
         seconds(report.step_s),
         f"imbalance {percent(report.imbalance.compute)}",
-        f"degrees {describe_degrees(report.degrees)}",
+        f"degrees {degrees_text(report.degrees)}",
     )
-
-
-def describe_degrees(degrees: Mapping[int, int]) -> str:
-    """Return degrees of groups, largest first, with their number: `4, 2, 1 (x3)`."""
-    groups = sorted(degrees.items(), reverse=True)
-    return ", ".join(f"{degree} (x{count})" if count > 1 else str(degree) for degree, count in groups) or "none"

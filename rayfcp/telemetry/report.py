@@ -20,13 +20,12 @@ from rayfcp.telemetry.charts import Mark, degrees_chart, evaluation_charts, step
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.page import Chart, data_script, figure, html_page, table
-from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.telemetry.summary import RunSummary, number, percent, prepared_text, seconds, summarize
 from rayfcp.telemetry.trace import PREDICTED, timeline_chart
 from rayfcp.values import SourceReport, StepReport
-from rayfcp.values.counted import counted
+from rayfcp.values.counted import counted, degrees_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +193,7 @@ def steps_table(reports: Sequence[StepReport]) -> str:
             str(r.num_sequences),
             *map(seconds, (r.step_s, r.predicted_s, r.plan_wait_s)),
             *map(percent, (r.mfu, r.imbalance.compute)),
-            describe_degrees(r.degrees),
+            degrees_text(r.degrees),
         )
         for r in reports[-TABLE_STEPS:]
     ]
