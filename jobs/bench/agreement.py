@@ -14,8 +14,8 @@ import sys
 
 from jobs.bench.ablation import MODELS, Case, case_of
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import model_profile, plan_batch
 from rayfcp.cost.profiles import HARDWARE
+from rayfcp.plan import model_profile, plan_batch
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 
 FAMILIES = ("static-cp", "ulysses", "dynamic-cp")
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _fits(number: int, size: int) -> bool:
-    return all(model_profile(each).num_kv_heads % size == 0 for each in MODELS) or size <= 4 and number >= 0
+    return all(model_profile(each).num_kv_heads % size == 0 for each in MODELS) or (size <= 4 and number >= 0)
 
 
 def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.comparison import plan_auto_timed
+from rayfcp.compare.layouts import plan_auto_timed
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.results import timeline_of
@@ -84,7 +84,7 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     settings = settings_of(
         inputs, model=model, hardware=hardware, longest=max(lengths_of(batches)), num_stages=inputs.stages
     )
-    setting = best_setting("auto", batches[0], settings=settings, options=OPTIONS)
+    setting = best_setting("auto", batches, settings=settings, options=OPTIONS)
     singles = {name: _single(name, batches, setting=setting) for name in strategies}
     single_s = {name: seconds for name, seconds in singles.items() if seconds}
     found = [plan_auto_timed(batch, setting=setting, options=OPTIONS) for batch in batches]

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.comparison import Case, evaluate
-from rayfcp.compare.lengths import batches_of, lengths_of
+from rayfcp.compare.layouts import Case, LayoutCandidate, ParallelLayout
+from rayfcp.compare.lengths import batches_of
 from rayfcp.compare.planning import OPTIONS, best_setting
 from rayfcp.compare.results import Entry
-from rayfcp.compare.settings import by_heads, settings_of
+from rayfcp.compare.settings import by_heads
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.simulate import simulate_plan
@@ -128,9 +128,9 @@ def _entries(inputs: Inputs) -> Iterator[tuple[str, Entry | None]]:
     model, hardware = model_profile(inputs.model), hardware_profile(inputs.hardware)
     batches = batches_of(inputs, model=model)
     case = Case(model=model, hardware=hardware, num_ranks=inputs.devices, batches=batches, options=OPTIONS)
-    longest = max(lengths_of(batches))
+    candidate = LayoutCandidate(ParallelLayout(num_stages=1, tensor_parallel=1), inputs=inputs, case=case)
     try:
-        settings = settings_of(inputs, model=model, hardware=hardware, longest=longest, num_stages=1)
+        settings = candidate.settings
     except InfeasiblePlanError as error:
         sys.stderr.write(f"{inputs.model}, {inputs.devices} devices: {error}\n")
         yield from ((way, None) for way, _ in WAYS)
@@ -138,8 +138,8 @@ def _entries(inputs: Inputs) -> Iterator[tuple[str, Entry | None]]:
     for way, strategy in WAYS:
         own = tuple(map(by_heads, settings)) if way == "heads" else settings
         try:
-            setting = best_setting(strategy, batches[0], settings=own)
-            yield way, evaluate(strategy, setting, settings=own, case=case, log=lambda _: None, check=False)[0]
+            setting = best_setting(strategy, batches, settings=own)
+            yield way, candidate.simulated(strategy, setting, log=lambda _: None, check=False).entry
         except InfeasiblePlanError as error:
             sys.stderr.write(f"{inputs.model}, {inputs.devices} devices, {way}: {error}\n")
             yield way, None

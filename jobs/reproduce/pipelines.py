@@ -20,10 +20,11 @@ from tables import inputs_of, log, parser_of
 from rayfcp.baselines.static_cp import best_static
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import Comparison, compare
-from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
+from rayfcp.compare.layouts import Candidates, Case, ParallelLayout
+from rayfcp.compare.lengths import Batch, draw_batches
 from rayfcp.compare.planning import OPTIONS, options_of
 from rayfcp.compare.results import Entry
-from rayfcp.compare.settings import Setting, rank_profile, settings_of
+from rayfcp.compare.settings import Setting
 from rayfcp.config import ConfigError
 from rayfcp.config.models import PipelineOptions
 from rayfcp.plan import hardware_profile, model_profile
@@ -105,8 +106,18 @@ def configured(
         model=model,
     )
     try:
-        hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=tensor_parallel)
-        settings = settings_of(inputs, model=model, hardware=hardware, longest=max(lengths_of([sequences])))
+        case = Case(
+            model=model,
+            hardware=hardware_profile(inputs.hardware),
+            num_ranks=inputs.devices // tensor_parallel,
+            batches=(sequences,),
+            options=OPTIONS,
+        )
+        layout = ParallelLayout(num_stages=1, tensor_parallel=tensor_parallel)
+        candidates = Candidates(inputs, case=case)
+        if why := candidates.misfit(layout):
+            raise ConfigError(why)
+        settings = candidates.of(strategy, layout).settings
     except (ConfigError, InfeasiblePlanError) as error:
         log(f"{strategy}: {error}")
         return None

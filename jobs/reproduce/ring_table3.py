@@ -82,7 +82,7 @@ def _errors(args: argparse.Namespace, *, model: str, source: str) -> list[dict[s
         model=profile,
     )
     settings = settings_of(inputs, model=profile, hardware=hardware, longest=max(lengths_of(batches)))
-    setting = best_setting(STRATEGY, batches[0], settings=settings)
+    setting = best_setting(STRATEGY, batches, settings=settings)
     return [{"lengths": source, **_off(batch, setting=setting)} for batch in batches]
 
 

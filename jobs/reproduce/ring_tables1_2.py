@@ -110,7 +110,7 @@ def _timed(args: argparse.Namespace, name: str, *, source: str, size: int, devic
         hardware=hardware_profile(args.hardware),
         longest=max(lengths_of(batches)),
     )
-    setting = best_setting(STRATEGY, batches[0], settings=settings, options=PLANNERS[name])
+    setting = best_setting(STRATEGY, batches, settings=settings, options=PLANNERS[name])
     solver_s, schedule_s, predicted_s = [], [], []
     for batch in batches * args.repeats:
         plan, plan_s = plan_timed(batch, strategy=STRATEGY, setting=setting, options=PLANNERS[name])

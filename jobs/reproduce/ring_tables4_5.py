@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _setting(args: argparse.Namespace, *, source: str, devices: int, batches: Batches) -> Setting:
-    """One for all planners: the one that suits joint best on the first batch."""
+    """One for all planners: the one that suits joint best in the mean."""
     inputs = inputs_of(args, source=source, devices=devices)
     settings = settings_of(
         inputs,
@@ -98,7 +98,7 @@ def _setting(args: argparse.Namespace, *, source: str, devices: int, batches: Ba
         hardware=hardware_profile(args.hardware),
         longest=max(lengths_of(batches)),
     )
-    return best_setting(STRATEGY, batches[0], settings=settings, options=OPTIONS["joint"])
+    return best_setting(STRATEGY, batches, settings=settings, options=OPTIONS["joint"])
 
 
 def _rows(args: argparse.Namespace, batches: Batches, *, source: str, setting: Setting) -> list[dict[str, Any]]:

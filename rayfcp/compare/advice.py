@@ -1,25 +1,30 @@
 """Advice: the fastest strategy on its fastest parallel layout, compared with other systems on theirs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from rayfcp.compare.arguments import Inputs, chosen
-from rayfcp.compare.comparison import Case, Comparison, Log, OnEntry, model_of
+from rayfcp.compare.comparison import Comparison, OnEntry, case_of
 from rayfcp.compare.layouts import (
+    BASELINE_SYSTEMS,
+    BaselineSystem,
+    Candidates,
     LayoutCandidate,
     LayoutSearch,
+    Log,
     ParallelLayout,
     Trial,
+    fastest,
     layouts,
-    misfit,
-    planned_memory_gib,
+    suits,
 )
-from rayfcp.compare.lengths import batches_of, lengths_of
+from rayfcp.compare.lengths import lengths_of
 from rayfcp.compare.page import SIDEWAYS
 from rayfcp.compare.planning import options_of
 from rayfcp.compare.results import Entry
+from rayfcp.compare.settings import planned_memory_gib
 from rayfcp.compare.table import (
     MOST_DEGREES,
     SIMPLER_WITHIN,
@@ -32,38 +37,10 @@ from rayfcp.compare.table import (
     simplest,
 )
 from rayfcp.config import ConfigError
-from rayfcp.plan import hardware_profile
 from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.telemetry.page import table
 from rayfcp.telemetry.summary import number, percent, seconds
 from rayfcp.values.counted import counted, degrees_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineSystem:
-    """A system with whose best layout the recommendation is compared. `staged`: it supports pipeline stages."""
-
-    name: str
-    strategies: tuple[str, ...]
-    staged: bool
-
-
-BASELINE_SYSTEMS = (
-    BaselineSystem(name="Megatron-LM", strategies=("static-cp", "dapple"), staged=True),
-    BaselineSystem(name="DeepSpeed", strategies=("ulysses",), staged=False),
-)
-"""Megatron-LM: one degree for all, 1F1B over stages. DeepSpeed: one degree over heads, parameters sharded over all
-ranks (ZeRO), which it does not combine with stages. Both are assumed to split embedding and head over tensor-parallel
-ranks."""
-
-
-def suits(strategy: str, layout: ParallelLayout) -> bool:
-    """Return whether a strategy is tried on a layout: baselines on stages only if their system has them."""
-    info = get(strategy)
-    if layout.num_stages == 1:
-        return not info.needs_stages
-    staged = any(strategy in system.strategies for system in BASELINE_SYSTEMS if system.staged)
-    return not info.is_baseline or info.needs_stages or staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +96,10 @@ class Advisor:
             )
         self.inputs = inputs
         self._log: Log = lambda _: None
-        self._model, self._hardware = model_of(inputs), hardware_profile(inputs.hardware)
-        self._memory_gib = planned_memory_gib(inputs, self._hardware)
-        self._names, self._options = chosen(inputs.strategies), options_of(inputs)
-        self._batches = batches_of(inputs, model=self._model)
-        self.layouts = layouts(inputs, hardware=self._hardware)
-        self._candidates: dict[tuple[ParallelLayout, bool], LayoutCandidate] = {}
-        self._searched: dict[tuple[str, bool], tuple[Trial, ...]] = {}
+        self._case = case_of(inputs, options=options_of(inputs))
+        self._names, self._candidates = chosen(inputs.strategies), Candidates(inputs, case=self._case)
+        self.layouts = layouts(inputs, hardware=self._case.hardware)
+        self._searched: dict[str, tuple[Trial, ...]] = {}
 
     @property
     def num_pairs(self) -> int:
@@ -138,15 +112,15 @@ class Advisor:
         self._log(f"{len(self._names)} strategies on {len(self.layouts)} layouts of {self.inputs.devices} devices")
         own: list[Trial] = []
         for name in self._names:
-            trials = self._trials(name, self.layouts, split=False)
+            trials = self._trials(name)
             if (best := fastest(trials)) is not None and best.entry is not None:
                 on_entry(best.entry)
             own += trials
         systems = {system.name: best for system in BASELINE_SYSTEMS if (best := self._best_of(system)) is not None}
-        misfits = {layout: self._misfit(layout) for layout in self.layouts}
+        misfits = {layout: self._candidates.misfit(layout) for layout in self.layouts}
         return Advice(
             inputs=self.inputs,
-            memory_gib=self._memory_gib,
+            memory_gib=planned_memory_gib(self.inputs, self._case.hardware),
             comparison=self._comparison(own, systems=systems),
             layouts=self.layouts,
             misfits={layout: why for layout, why in misfits.items() if why},
@@ -155,35 +129,19 @@ class Advisor:
             systems=systems,
         )
 
-    def candidate(self, layout: ParallelLayout, *, split: bool) -> LayoutCandidate:
-        """Return the candidate of a layout; `split`: the vocabulary is split over tensor-parallel devices."""
-        key = layout, split and layout.tensor_parallel > 1
-        if key not in self._candidates:
-            self._candidates[key] = LayoutCandidate(
-                layout,
-                inputs=replace(self.inputs, memory_gib=self._memory_gib),
-                model=self._model,
-                hardware=self._hardware,
-                batches=self._batches,
-                options=self._options,
-                split_vocabulary=key[1],
-            )
-        return self._candidates[key]
+    def candidate(self, strategy: str, layout: ParallelLayout) -> LayoutCandidate:
+        """Return a layout as a strategy uses it."""
+        return self._candidates.of(strategy, layout)
 
-    def _misfit(self, layout: ParallelLayout) -> str:
-        return misfit(layout, inputs=self.inputs, model=self._model, hardware=self._hardware)
-
-    def _trials(self, name: str, layouts: Sequence[ParallelLayout], *, split: bool) -> tuple[Trial, ...]:
-        fitting = [layout for layout in layouts if suits(name, layout) and not self._misfit(layout)]
-        candidates = [self.candidate(layout, split=split) for layout in fitting]
-        key = name, any(candidate.split_vocabulary for candidate in candidates)
-        if key not in self._searched:
-            self._searched[key] = LayoutSearch(name, candidates, log=self._log).run()
-        return self._searched[key]
+    def _trials(self, name: str) -> tuple[Trial, ...]:
+        if name not in self._searched:
+            fitting = [each for each in self.layouts if suits(name, each) and not self._candidates.misfit(each)]
+            candidates = [self._candidates.of(name, layout) for layout in fitting]
+            self._searched[name] = LayoutSearch(name, candidates, log=self._log).run()
+        return self._searched[name]
 
     def _best_of(self, system: BaselineSystem) -> Trial | None:
-        layouts = [layout for layout in self.layouts if system.staged or layout.num_stages == 1]
-        return fastest([trial for name in system.strategies for trial in self._trials(name, layouts, split=True)])
+        return fastest([trial for name in system.strategies for trial in self._trials(name)])
 
     def _comparison(self, trials: Sequence[Trial], *, systems: dict[str, Trial]) -> Comparison:
         """Return every strategy on its best layout."""
@@ -197,13 +155,10 @@ class Advisor:
             else:
                 entries.append(best.entry)
                 scenes += [best.scene] if best.scene else []
-        case = Case(
-            model=self._model, hardware=self._hardware, num_ranks=devices, batches=self._batches, options=self._options
-        )
         system, trial = min(systems.items(), key=lambda each: each[1].iteration_s, default=("", None))
         return Comparison(
             inputs=self.inputs,
-            case=case,
+            case=self._case,
             entries=tuple(entries),
             scenes=tuple(scenes),
             system=(f"{system}'s best layout", trial.iteration_s) if trial is not None else None,
@@ -214,21 +169,16 @@ class Advisor:
             return f"on none of {len(trials)} layouts; on {trials[0].layout}: {trials[0].reason}"
         suited = [layout for layout in self.layouts if suits(name, layout)]
         if suited:
-            return self._misfit(suited[0])
+            return self._candidates.misfit(suited[0])
         needs = "needs pipeline stages" if get(name).needs_stages else "is compared without pipeline stages"
         return f"{name} {needs}, --stages is {self.inputs.stages}; give auto"
 
 
-def fastest(trials: Sequence[Trial]) -> Trial | None:
-    """Return the fastest simulated trial, the first of equals."""
-    done = [trial for trial in trials if trial.status == "simulated"]
-    return min(done, key=lambda trial: trial.iteration_s, default=None)
-
-
 def recommended_trial(trials: Sequence[Trial]) -> Trial | None:
     """Return the simplest trial that is about as fast as the fastest: few stages before many, then few tensor-parallel
-    devices before many, then a strategy before `auto`, which plans with all of them for every batch."""
-    done = [trial for trial in trials if trial.status == "simulated"]
+    devices before many, then a strategy before `auto`, which plans with all of them for every batch. rayfcp runs none
+    that splits the vocabulary."""
+    done = [trial for trial in trials if trial.status == "simulated" and not trial.split_vocabulary]
     if not done:
         return None
     return simplest(
@@ -290,7 +240,7 @@ def _named(trial: Trial) -> str:
 
 
 KEY = (
-    "seconds per iteration; ~ predicted for the first batch only; ≥ lower bound, not simulated; - no plan; "
+    "seconds per iteration; ~ predicted, not simulated; ≥ lower bound, not simulated; - no plan; "
     "strategies that were not requested are those of other systems"
 )
 

@@ -1,13 +1,16 @@
-"""Search of parallel layouts: numbers of pipeline stages and of tensor-parallel devices.
+"""Parallel layouts, numbers of pipeline stages and of tensor-parallel devices: a given one, or the best of several.
 
-For each strategy, layouts are visited in the order of their lower bounds. The first batch is planned on each, under
-each setting; a layout whose bound is no less than the best prediction is deferred. The best by prediction are simulated
-on all batches. Predictions prove nothing, so deferred layouts are planned too unless their bounds are no less than what
-was simulated: whatever is excluded by its bound is proven to be no faster.
+For each strategy, layouts are visited in the order of their lower bounds. All batches are planned on each, under each
+setting; a layout whose bound is no less than the best prediction is deferred. The best by prediction are simulated.
+Predictions prove nothing, so deferred layouts are planned too unless their bounds are no less than what was simulated:
+whatever is excluded by its bound is proven to be no faster. On the fastest layout the next settings by prediction are
+simulated too. Bounds, predictions and simulated times are means over batches, so their order decides nothing.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -15,20 +18,68 @@ from typing import Any, Literal
 
 from rayfcp.baselines.static_cp import divisors
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.comparison import Case, Log, evaluate
 from rayfcp.compare.lengths import Batch, lengths_of
-from rayfcp.compare.planning import OPTIONS, best_prediction, bound_s, plan_timed
-from rayfcp.compare.results import Entry, Scene
-from rayfcp.compare.settings import GIB, Setting, settings_of
+from rayfcp.compare.planning import bound_s, by_prediction, mean_prediction, plan_timed, warm_up
+from rayfcp.compare.results import BatchFigures, Entry, Scene, averaged, check_size, measure, timeline_of
+from rayfcp.compare.settings import Setting, by_heads, settings_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import device_hardware, device_model
-from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE
 from rayfcp.plan import model_flops
-from rayfcp.plan.strategies.registry import get
+from rayfcp.plan.batch import plan_candidates
+from rayfcp.plan.first import COMPILES, compiles_first
+from rayfcp.plan.strategies.registry import AUTO, get
+from rayfcp.program import Programs, lower
+from rayfcp.simulate.simulate import choose
 from rayfcp.telemetry.summary import seconds
-from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
+from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
 from rayfcp.values.counted import counted
-from rayfcp.values.devices import CPU
+from rayfcp.verify import check_plan
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Input of all strategies: the model and the hardware of a device, or of one tensor-parallel device of a rank;
+    `num_ranks`: without stages."""
+
+    model: ModelProfile
+    hardware: HardwareProfile
+    num_ranks: int
+    batches: tuple[Batch, ...]
+    options: PlanConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineSystem:
+    """A system with whose best layout the recommendation is compared. `staged`: it supports pipeline stages."""
+
+    name: str
+    strategies: tuple[str, ...]
+    staged: bool
+
+
+BASELINE_SYSTEMS = (
+    BaselineSystem(name="Megatron-LM", strategies=("static-cp", "dapple"), staged=True),
+    BaselineSystem(name="DeepSpeed", strategies=("ulysses",), staged=False),
+)
+"""Megatron-LM: one degree for all, 1F1B over stages. DeepSpeed: one degree over heads, parameters sharded over all
+ranks (ZeRO), which it does not combine with stages. Both split embedding and head over tensor-parallel ranks."""
+
+
+def suits(strategy: str, layout: "ParallelLayout") -> bool:
+    """Return whether a strategy is tried on a layout: baselines on stages only if their system has them."""
+    info = get(strategy)
+    if layout.num_stages == 1:
+        return not info.needs_stages
+    staged = any(strategy in system.strategies for system in BASELINE_SYSTEMS if system.staged)
+    return not info.is_baseline or info.needs_stages or staged
+
+
+def splits_vocabulary(strategy: str) -> bool:
+    """Return whether tensor-parallel devices share out embedding and head, as those of baseline systems do; those of
+    rayfcp each have them whole."""
+    return any(strategy in system.strategies for system in BASELINE_SYSTEMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -48,14 +99,6 @@ class ParallelLayout:
         '2 stages x 1 device'
         """
         return f"{counted(self.num_stages, 'stage')} x {counted(self.tensor_parallel, 'device')}"
-
-
-def planned_memory_gib(inputs: Inputs, hardware: HardwareProfile) -> float:
-    """Memory of a device that a run plans with: as requested, else the share of the hardware's that runs use."""
-    if inputs.memory_gib is not None:
-        return inputs.memory_gib
-    share = 1.0 if hardware.name in CPU.hardware else ACCELERATOR_MEMORY_SHARE  # CPUs: a worker's own already
-    return int(share * hardware.memory_bytes) / GIB
 
 
 def layouts(inputs: Inputs, *, hardware: HardwareProfile) -> tuple[ParallelLayout, ...]:
@@ -103,9 +146,9 @@ Status = Literal["simulated", "predicted", "bounded", "infeasible"]
 class Trial:
     """A strategy on a layout.
 
-    Status: simulated (on all batches, figures in `entry`); predicted (its plan of the first batch takes `predicted_s`,
-    too long to be simulated); bounded (no plan takes less than `lower_bound_s`, the mean over batches, and another
-    layout is as fast); infeasible. `reason`: why it was not simulated.
+    Status: simulated (figures in `entry`); predicted (its plans take `predicted_s`, too long to be simulated); bounded
+    (no plans take less than `lower_bound_s`, and another layout is as fast); infeasible. `reason`: why it was not
+    simulated. Seconds are means over batches.
     """
 
     strategy: str
@@ -151,36 +194,24 @@ class LayoutCandidate:
     """A layout from the view of one device: a narrower model on a cluster whose ranks have one device per stage; with
     its settings, lower bounds and predictions.
 
-    `inputs`, `model`, `hardware`: of the whole cluster, with the memory of a device. `split_vocabulary`: embedding and
-    head are split over tensor-parallel devices too, as in Megatron-LM; rayfcp replicates them.
+    `inputs`, `case`: of the whole cluster. `split_vocabulary`: tensor-parallel devices split embedding and head too.
     """
 
-    def __init__(
-        self,
-        layout: ParallelLayout,
-        *,
-        inputs: Inputs,
-        model: ModelProfile,
-        hardware: HardwareProfile,
-        batches: Sequence[Batch],
-        options: PlanConfig = OPTIONS,
-        split_vocabulary: bool = False,
-    ) -> None:
-        size = layout.tensor_parallel
+    def __init__(self, layout: ParallelLayout, *, inputs: Inputs, case: Case, split_vocabulary: bool = False) -> None:
+        size, model = layout.tensor_parallel, case.model
         own = device_model(model, size)
         if split_vocabulary:
             own = replace(own, vocab_size=-(-model.vocab_size // size))
         self.layout, self.split_vocabulary = layout, split_vocabulary and size > 1
         self.inputs = replace(inputs, devices=inputs.devices // size, stages=layout.num_stages, tensor_parallel=1)
-        self.case = Case(
+        self.case = replace(
+            case,
             model=own,
-            hardware=device_hardware(hardware, own, tensor_parallel=size),
+            hardware=device_hardware(case.hardware, own, tensor_parallel=size),
             num_ranks=self.inputs.devices // layout.num_stages,
-            batches=tuple(batches),
-            options=options,
         )
         self._model = model
-        self._bounds: dict[bool, list[float]] = {}
+        self._bounds: dict[tuple[bool, bool], tuple[float, ...]] = {}
         self._known: dict[tuple[str, Setting], float] = {}
 
     @cached_property
@@ -190,57 +221,72 @@ class LayoutCandidate:
         Raises:
             InfeasiblePlanError: There is none.
         """
-        found = settings_of(
+        return settings_of(
             self.inputs,
             model=self.case.model,
             hardware=self.case.hardware,
             longest=max(lengths_of(self.case.batches)),
             num_stages=self.layout.num_stages,
         )
-        kept = tuple(setting for each in found if (setting := _as_run(each)) is not None)
-        if not kept:
-            raise InfeasiblePlanError(
-                "its stages have no memory for one token beside their states; add stages or memory"
+
+    def settings_for(self, strategy: str) -> tuple[Setting, ...]:
+        """The settings, of a strategy that exchanges tokens for heads around recurrent layers as its original does."""
+        return tuple(map(by_heads, self.settings)) if get(strategy).shares_recurrent_heads else self.settings
+
+    def bounds_s(self, strategy: str, *, freely: bool | None = None) -> tuple[float, ...]:
+        """Lower bounds of each batch, over all settings; `freely`: blocks lie anywhere, as the strategy's if None."""
+        info = get(strategy)
+        placed_freely = info.places_blocks if freely is None else freely
+        key = placed_freely, info.shares_recurrent_heads
+        if key not in self._bounds:
+            self._bounds[key] = tuple(
+                bound_s(
+                    batch,
+                    settings=self.settings_for(strategy),
+                    placed_freely=placed_freely,
+                    constraints=self.case.options.constraints,
+                )
+                for batch in self.case.batches
             )
-        return kept
+        return self._bounds[key]
 
-    def bounds_s(self, strategy: str) -> list[float]:
-        """Lower bounds of each batch, over all settings."""
-        freely = get(strategy).places_blocks
-        if freely not in self._bounds:
-            self._bounds[freely] = [
-                bound_s(batch, settings=self.settings, placed_freely=freely) for batch in self.case.batches
-            ]
-        return self._bounds[freely]
-
-    def predicted(self, strategy: str) -> tuple[float, Setting]:
-        """Return seconds of the first batch, and the best setting.
+    def predictions(self, strategy: str) -> list[tuple[float, Setting]]:
+        """Return mean seconds and settings, the least first.
 
         Raises:
-            InfeasiblePlanError: No setting has a plan.
+            InfeasiblePlanError: Under each setting, some batch has no plan.
         """
-        return best_prediction(strategy, settings=self.settings, predict=self._predict)
+        return by_prediction(strategy, settings=self.settings_for(strategy), predict=self._predict)
 
-    def simulated(self, strategy: str, setting: Setting, *, log: Log) -> Trial:
+    def simulated(self, strategy: str, setting: Setting, *, log: Log, check: bool) -> Trial:
         """Simulate all batches.
 
         Raises:
-            InfeasiblePlanError: A batch has no plan.
+            InfeasiblePlanError: A batch has no plan, or simulating it takes too much memory.
+            RuntimeError: The plan of the first batch is wrong: an internal error, not the user's.
         """
-        entry, scene = evaluate(
-            strategy,
-            setting,
-            settings=self.settings,
-            case=self.case,
-            log=lambda text: log(f"{self.layout}: {text}"),
-        )
+        figures: list[BatchFigures] = []
+        scenes: list[Scene] = []
+        if get(strategy).settings_from:
+            warm_up(strategy, self.case.batches[0], setting=setting, options=self.case.options)
+        for number, batch in enumerate(self.case.batches):
+            log(f"{strategy}: batch {number + 1} of {len(self.case.batches)}")
+            plan, programs, plan_s = self._planned(strategy, batch, setting=setting)
+            check_size(plan)
+            if check and number == 0:
+                _check(plan, batch, setting=setting)
+            placed_freely = any(microbatch.layout is not None for microbatch in plan.microbatches)
+            least_s = self.bounds_s(strategy, freely=placed_freely)[number]
+            measured, scene = measure(plan, batch, setting=setting, bound_s=least_s, plan_s=plan_s, programs=programs)
+            figures.append(measured)
+            scenes = scenes or [replace(scene, strategy=strategy)]
         return Trial(
             **self.about(strategy),
             status="simulated",
             lower_bound_s=fmean(self.bounds_s(strategy)),
             setting=setting,
-            entry=self._of_whole_model(entry, scene.sequences),
-            scene=scene,
+            entry=self._entry(strategy, setting, figures, reason=scenes[0].plan.reason),
+            scene=scenes[0],
         )
 
     def about(self, strategy: str) -> dict[str, Any]:
@@ -250,46 +296,110 @@ class LayoutCandidate:
     def _predict(self, strategy: str, setting: Setting) -> float:
         key = strategy, setting
         if key not in self._known:
-            batch, options = self.case.batches[0], self.case.options
-            plan, _ = plan_timed(batch, strategy=strategy, setting=setting, options=options)
-            self._known[key] = plan.predicted_s
+            batches, options = self.case.batches, self.case.options
+            self._known[key] = mean_prediction(strategy, setting, batches=batches, options=options)
         return self._known[key]
 
-    def _of_whole_model(self, entry: Entry, sequences: Sequence[SequenceSpec]) -> Entry:
-        """Count work that devices replicate, such as a replicated head, once in the MFU."""
-        size = self.layout.tensor_parallel
-        useful = model_flops(self._model, sequences) / (size * model_flops(self.case.model, sequences))
-        return replace(entry, mfu=entry.mfu * useful if entry.mfu is not None else None)
+    def _planned(self, strategy: str, batch: Batch, *, setting: Setting) -> tuple[BatchPlan, Programs | None, float]:
+        """Return a plan, its programs if they were simulated, and the CPU seconds that it took."""
+        options = self.case.options
+        if strategy != AUTO:
+            plan, plan_s = plan_timed(batch, strategy=strategy, setting=setting, options=options)
+            return plan, None, plan_s
+        return plan_auto_timed(batch, setting=setting, options=options)
+
+    def _entry(self, strategy: str, setting: Setting, figures: Sequence[BatchFigures], *, reason: str) -> Entry:
+        """Return the figures of all batches. Work that tensor-parallel devices replicate, such as a replicated head,
+        counts once in the MFU."""
+        cluster, given = setting.cluster, averaged(figures)
+        sequences = list(itertools.chain.from_iterable(self.case.batches))
+        done = self.layout.tensor_parallel * model_flops(self.case.model, sequences)
+        return Entry(
+            strategy=strategy,
+            feasible=True,
+            reason=reason,
+            num_ranks=cluster.num_ranks,
+            num_stages=cluster.num_stages,
+            recomputed_layers=setting.recomputed_layers if cluster.num_stages == 1 else None,
+            keeps_attention=setting.cost.keeps_attention,
+            reduce_every=setting.reduce_every,
+            gather_every=setting.gather_every,
+            layers_of_stage=cluster.layers_of_stage,
+            max_tokens_per_rank=cluster.max_tokens_per_rank,
+            **given | {"mfu": given["mfu"] * model_flops(self._model, sequences) / done},
+        )
 
 
-def _as_run(setting: Setting) -> Setting | None:
-    """Return the setting with the token budget of a run; None if not one token fits."""
-    pipeline = setting.cost.pipeline
-    if pipeline is None:
-        return setting
-    tokens = min(setting.cluster.max_tokens_per_rank, pipeline.tokens_recomputed)
-    return replace(setting, cluster=replace(setting.cluster, max_tokens_per_rank=tokens)) if tokens >= 1 else None
+def plan_auto_timed(sequences: Batch, *, setting: Setting, options: PlanConfig) -> tuple[BatchPlan, Programs, float]:
+    """Return the plan that `auto` chooses by simulation on the compared hardware, its programs if they were simulated,
+    and the CPU seconds it took.
+
+    Raises:
+        InfeasiblePlanError: No strategy has a plan for this batch.
+    """
+    start_s = time.process_time()
+    choice = choose(
+        plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options),
+        lowered=lambda plan: lower(plan, sequences, reduce_every=setting.reduce_every),
+        seconds=lambda programs: timeline_of(programs, setting=setting).iteration_s,
+    )
+    return choice.plan, choice.programs, time.process_time() - start_s
 
 
-FINALISTS, MARGIN = 3, 0.1
-"""Per strategy at most `FINALISTS` layouts are simulated, none predicted to take more than 1 + `MARGIN` times the best.
-More costs simulations, fewer risk that a prediction error hides the best."""
+def _check(plan: BatchPlan, batch: Batch, *, setting: Setting) -> None:
+    try:
+        check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
+    except ValueError as error:
+        raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
+
+
+class Candidates:
+    """The layouts of one comparison, which strategies share."""
+
+    def __init__(self, inputs: Inputs, *, case: Case) -> None:
+        self._inputs, self.case = inputs, case
+        self._known: dict[tuple[ParallelLayout, bool], LayoutCandidate] = {}
+
+    def of(self, strategy: str, layout: ParallelLayout) -> LayoutCandidate:
+        """Return a layout as a strategy uses it."""
+        key = layout, splits_vocabulary(strategy) and layout.tensor_parallel > 1
+        if key not in self._known:
+            self._known[key] = LayoutCandidate(layout, inputs=self._inputs, case=self.case, split_vocabulary=key[1])
+        return self._known[key]
+
+    def misfit(self, layout: ParallelLayout) -> str:
+        """Return why a layout is impossible whatever its memory; empty if it is possible."""
+        return misfit(layout, inputs=self._inputs, model=self.case.model, hardware=self.case.hardware)
+
+
+def fastest(trials: Sequence[Trial]) -> Trial | None:
+    """Return the fastest simulated trial, the first of equals."""
+    done = [trial for trial in trials if trial.status == "simulated"]
+    return min(done, key=lambda trial: trial.iteration_s, default=None)
+
+
+FINALISTS, MARGIN = 3, 0.15
+"""Per strategy at most `FINALISTS` layouts are simulated, and on the fastest as many settings, none predicted to take
+more than 1 + `MARGIN` times the best. More costs simulations, fewer risk that a prediction error hides the best:
+predictions of many small microbatches are 8 to 9 % too low."""
 
 
 class LayoutSearch:
-    """Trials of one strategy on several candidates, in their order."""
+    """Trials of one strategy on several candidates, in their order; `check`: plans of first batches are validated."""
 
-    def __init__(self, strategy: str, candidates: Sequence[LayoutCandidate], *, log: Log) -> None:
-        self._strategy, self._candidates, self._log = strategy, candidates, log
+    def __init__(self, strategy: str, candidates: Sequence[LayoutCandidate], *, log: Log, check: bool = True) -> None:
+        self._strategy, self._candidates, self._log, self._checks = strategy, candidates, log, check
         self._trials: dict[LayoutCandidate, Trial] = {}
-        self._predicted: dict[LayoutCandidate, tuple[float, Setting]] = {}
+        self._predicted: dict[LayoutCandidate, list[tuple[float, Setting]]] = {}
 
     def run(self) -> tuple[Trial, ...]:
         """Return one trial per candidate; only the fastest keeps its scene."""
+        if compiles_first(self._strategy):
+            self._log(f"{self._strategy}: {COMPILES}")
         deferred = []
         fitting = [candidate for candidate in self._candidates if self._fits(candidate)]
-        for candidate in sorted(fitting, key=lambda each: each.bounds_s(self._strategy)[0]):
-            if candidate.bounds_s(self._strategy)[0] >= self._best_predicted_s:
+        for candidate in sorted(fitting, key=self._mean_bound_s):
+            if self._mean_bound_s(candidate) >= self._best_predicted_s:
                 deferred.append(candidate)
             else:
                 self._predict(candidate)
@@ -298,6 +408,7 @@ class LayoutSearch:
             if self._mean_bound_s(candidate) < self._best_s:
                 self._predict(candidate)
         self._simulate()
+        self._refine()
         best_s = self._best_s
         trials = [self._trials.get(candidate) or self._not_simulated(candidate) for candidate in self._candidates]
         return tuple(
@@ -315,16 +426,17 @@ class LayoutSearch:
         return True
 
     def _predict(self, candidate: LayoutCandidate) -> None:
-        """Plan the first batch."""
+        """Plan all batches."""
         self._log(f"{self._strategy} on {candidate.layout}: planning")
         try:
-            self._predicted[candidate] = candidate.predicted(self._strategy)
+            self._predicted[candidate] = candidate.predictions(self._strategy)
         except InfeasiblePlanError as error:
             self._refuse(candidate, str(error))
 
     def _simulate(self) -> None:
         """Simulate the best by prediction within the effort."""
-        for candidate, (predicted_s, setting) in sorted(self._predicted.items(), key=lambda each: each[1][0]):
+        for candidate, found in sorted(self._predicted.items(), key=lambda each: each[1][0][0]):
+            (predicted_s, setting), *_ = found
             num_done = sum(each.status == "simulated" for each in self._trials.values())
             late = predicted_s > (1 + MARGIN) * self._best_predicted_s
             if candidate in self._trials or (num_done and (late or num_done >= FINALISTS)):
@@ -332,11 +444,37 @@ class LayoutSearch:
             if self._mean_bound_s(candidate) >= self._best_s:
                 continue
             try:
-                done = candidate.simulated(self._strategy, setting, log=self._log)
+                done = self._simulated(candidate, setting)
             except InfeasiblePlanError as error:
                 self._refuse(candidate, str(error))
             else:
                 self._trials[candidate] = replace(done, predicted_s=predicted_s)
+
+    def _refine(self) -> None:
+        """Simulate the next settings of the fastest layout. Strategies that take the settings of others are slow, and
+        `auto` simulates plans itself."""
+        done = [(each.iteration_s, at) for at, each in self._trials.items() if each.status == "simulated"]
+        if not done or get(self._strategy).settings_from:
+            return
+        best_s, candidate = min(done, key=lambda each: each[0])
+        (first_s, _), *others = self._predicted[candidate][:FINALISTS]
+        for predicted_s, setting in others:
+            if predicted_s > (1 + MARGIN) * first_s:
+                break
+            try:
+                trial = self._simulated(candidate, setting)
+            except InfeasiblePlanError:
+                continue
+            if trial.iteration_s < best_s:
+                best_s, self._trials[candidate] = trial.iteration_s, replace(trial, predicted_s=predicted_s)
+
+    def _simulated(self, candidate: LayoutCandidate, setting: Setting) -> Trial:
+        return candidate.simulated(
+            self._strategy,
+            setting,
+            log=lambda text: self._log(f"{candidate.layout}: {text}" if len(self._candidates) > 1 else text),
+            check=self._checks,
+        )
 
     def _refuse(self, candidate: LayoutCandidate, why: str) -> None:
         self._trials[candidate] = Trial(**candidate.about(self._strategy), status="infeasible", reason=why)
@@ -348,11 +486,8 @@ class LayoutSearch:
         if bound_s >= best_s:
             why = f"no plan takes less than {seconds(bound_s)}, another layout takes {seconds(best_s)}"
             return Trial(**common, status="bounded", reason=why)
-        predicted_s, setting = self._predicted[candidate]  # planned, as no bound excludes it
-        why = (
-            f"predicted to take {seconds(predicted_s)} for the first batch, the best layout "
-            f"{seconds(self._best_predicted_s)}"
-        )
+        predicted_s, setting = self._predicted[candidate][0]  # planned, as no bound excludes it
+        why = f"predicted to take {seconds(predicted_s)}, the best layout {seconds(self._best_predicted_s)}"
         return Trial(**common, status="predicted", reason=why, predicted_s=predicted_s, setting=setting)
 
     def _mean_bound_s(self, candidate: LayoutCandidate) -> float:
@@ -360,7 +495,7 @@ class LayoutSearch:
 
     @property
     def _best_predicted_s(self) -> float:
-        return min((predicted_s for predicted_s, _ in self._predicted.values()), default=math.inf)
+        return min((found[0][0] for found in self._predicted.values()), default=math.inf)
 
     @property
     def _best_s(self) -> float:

@@ -1,5 +1,6 @@
 """Planning in a comparison: timed without lower bound, and the best setting of a strategy."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,7 +14,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
 from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies.registry import get
-from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive
+from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, token_counts
 
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
 """compare uses every primitive of the simulator."""
@@ -55,30 +56,32 @@ def plan_timed(
     return plan, time.process_time() - start_s
 
 
-def best_setting(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: PlanConfig = OPTIONS) -> Setting:
-    """Return the setting with the least predicted time of this batch, the first of equals.
+Predict = Callable[[str, Setting], float]
+"""Predicted seconds of a strategy under a setting; raises `InfeasiblePlanError`."""
 
-    A slow strategy takes the setting of a quick one, and plans a few sequences so that its code is compiled afterwards.
+
+def mean_prediction(
+    strategy: str, setting: Setting, *, batches: Sequence[Batch], options: PlanConfig = OPTIONS
+) -> float:
+    """Return the mean predicted time of the batches.
 
     Raises:
-        InfeasiblePlanError: The strategy has no plan under any setting.
+        InfeasiblePlanError: One of them has no plan.
     """
-
-    def predict(name: str, setting: Setting) -> float:
-        return plan_timed(batch, strategy=name, setting=setting, options=options)[0].predicted_s
-
-    _, setting = best_prediction(strategy, settings=settings, predict=predict)
-    if get(strategy).settings_from:
-        shortest = sorted(batch, key=lambda each: each.num_tokens)[:WARM_UP_SEQUENCES]
-        few = tuple(replace(each, id=index) for index, each in enumerate(shortest))
-        plan_timed(few, strategy=strategy, setting=setting, options=options)
-    return setting
+    found = []
+    for number, batch in enumerate(batches, start=1):
+        try:
+            found.append(plan_timed(batch, strategy=strategy, setting=setting, options=options)[0].predicted_s)
+        except InfeasiblePlanError as error:
+            where = f"batch {number} of {len(batches)}: " if len(batches) > 1 else ""
+            raise InfeasiblePlanError(f"{where}{error}") from error
+    return math.fsum(found) / len(found)
 
 
-def best_prediction(
-    strategy: str, *, settings: Sequence[Setting], predict: Callable[[str, Setting], float]
-) -> tuple[float, Setting]:
-    """Return the least prediction and its setting, over the settings and the strategies whose settings this one takes.
+def by_prediction(strategy: str, *, settings: Sequence[Setting], predict: Predict) -> list[tuple[float, Setting]]:
+    """Return predictions and settings, the least first, the first of equals; settings without a plan are left out.
+
+    A strategy that takes the settings of others is predicted as the best of these.
 
     Raises:
         InfeasiblePlanError: `predict` raised it for all settings.
@@ -92,7 +95,29 @@ def best_prediction(
             why = error
     if not found:
         raise why
-    return min(found, key=lambda each: each[0])
+    return sorted(found, key=lambda each: each[0])
+
+
+def best_setting(
+    strategy: str, batches: Sequence[Batch], *, settings: Sequence[Setting], options: PlanConfig = OPTIONS
+) -> Setting:
+    """Return the setting with the least mean predicted time of the batches, the first of equals.
+
+    Raises:
+        InfeasiblePlanError: Under each setting, some batch has no plan.
+    """
+
+    def predict(name: str, setting: Setting) -> float:
+        return mean_prediction(name, setting, batches=batches, options=options)
+
+    return by_prediction(strategy, settings=settings, predict=predict)[0][1]
+
+
+def warm_up(strategy: str, batch: Batch, *, setting: Setting, options: PlanConfig) -> None:
+    """Plan a few of the shortest sequences, so that a strategy which predictions did not plan with is compiled."""
+    shortest = sorted(batch, key=lambda each: each.num_tokens)[:WARM_UP_SEQUENCES]
+    few = tuple(replace(each, id=index) for index, each in enumerate(shortest))
+    plan_timed(few, strategy=strategy, setting=setting, options=options)
 
 
 def bound_s(
@@ -127,6 +152,12 @@ class PlannedBatch(BatchPlan):
     cluster: ClusterSpec
     cost: CostModel
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.strategy}: {len(self.sequences)} sequences on {self.num_ranks} ranks in "
+            f"{len(self.microbatches)} microbatches, predicted {self.predicted_s:.4g} s, gap {self.gap:.3f}>"
+        )
+
 
 def plan_lengths(
     lengths: Sequence[int],
@@ -149,6 +180,7 @@ def plan_lengths(
         InfeasiblePlanError: No setting has a plan for these lengths.
         ValueError: An unknown name, or no lengths.
     """
+    lengths = token_counts(lengths)
     if not lengths:
         raise ValueError("lengths has 0 entries, must have at least 1; give the tokens of each sequence")
     profile, machine = model_profile(model), hardware_profile(hardware)
@@ -166,8 +198,8 @@ def plan_lengths(
         strategies=(strategy,),
     )
     settings = settings_of(inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)
-    sequences = sequences_of_rows(list(lengths), layer_kinds=profile.layer_kinds)
-    setting = best_setting(strategy, sequences, settings=settings, options=options)
+    sequences = sequences_of_rows(lengths, layer_kinds=profile.layer_kinds)
+    setting = best_setting(strategy, [sequences], settings=settings, options=options)
     plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
     values |= {"recomputed_layers": setting.recomputed_layers, "sequences": sequences}

@@ -1,10 +1,11 @@
 """Figures of a strategy's simulated plans, one batch at a time and averaged: an entry of the results."""
 
+import math
 import pickle
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,8 @@ PARTS = ("compute", "sharding", "all_to_all", "ring", "hop", "bubble")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFigures:
-    """Figures of one simulated plan of one batch. `gap` = iteration_s / lower_bound_s."""
+    """Figures of one simulated plan of one batch. `gap` = iteration_s / lower_bound_s; `maxima`: of
+    `Timeline.maxima`."""
 
     num_tokens: int
     num_ranks: int
@@ -31,6 +33,7 @@ class BatchFigures:
     mfu: float
     attention_mfu: float
     imbalance: Imbalance
+    maxima: dict[str, float]
     bubble: float
     peak_memory_gib: float
     breakdown: Breakdown
@@ -43,15 +46,11 @@ class BatchFigures:
     def gap(self) -> float:
         return self.iteration_s / self.lower_bound_s if self.lower_bound_s > 0 else 1.0
 
-    @property
-    def tokens_per_s_per_rank(self) -> float:
-        return self.num_tokens / self.iteration_s / self.num_ranks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Result of one strategy. Figures are means over batches except `plan_s`, `prepare_s` (medians) and
-    `peak_memory_gib` (maximum); all are None if the strategy is infeasible, and `reason` says why."""
+    """Result of one strategy over all batches (`averaged`): all figures are None if it is infeasible, and `reason` says
+    why."""
 
     strategy: str
     feasible: bool
@@ -107,30 +106,51 @@ def best_baseline(entries: Sequence[Entry]) -> Entry | None:
 
 
 def averaged(batches: Sequence[BatchFigures]) -> dict[str, Any]:
-    """Return the figures of an Entry from those of its batches."""
+    """Return the figures of an Entry from those of its batches, whose order decides nothing.
 
-    def mean(name: str, *, of: Sequence[Any] = batches) -> float:
-        return statistics.fmean(getattr(each, name) for each in of)
+    Times, parts of them, microbatches and groups are means. Ratios are sums over sums, so that they agree with the
+    times: tokens over time, bounds under time, work and idle time weighted by time, imbalances by what they divide by.
+    `plan_s`, `prepare_s`: medians; `peak_memory_gib`: maximum.
+    """
 
+    def total(values: Iterable[float]) -> float:
+        return math.fsum(values)
+
+    count, whole_s = len(batches), total(each.iteration_s for each in batches)
+    bounds_s = total(each.lower_bound_s for each in batches)
     degrees: Counter[int] = Counter()
     for each in batches:
         degrees.update(each.degrees)
-    uneven = [each.imbalance.by_resource for each in batches]
-    resources = dict.fromkeys(name for each in uneven for name in each)
-    names = ("iteration_s", "lower_bound_s", "gap", "tokens_per_s_per_rank", "mfu", "attention_mfu", "bubble")
     return {
-        **{name: mean(name) for name in names},
-        # of each resource over the batches that use it
-        "imbalance": Imbalance(
-            **{name: statistics.fmean(each[name] for each in uneven if name in each) for name in resources}
+        "iteration_s": whole_s / count,
+        "lower_bound_s": bounds_s / count,
+        "gap": whole_s / bounds_s if bounds_s > 0 else 1.0,
+        "tokens_per_s_per_rank": sum(each.num_tokens for each in batches) / whole_s / batches[0].num_ranks,
+        **{
+            name: total(getattr(each, name) * each.iteration_s for each in batches) / whole_s
+            for name in ("mfu", "attention_mfu", "bubble")
+        },
+        "imbalance": _imbalance_of(batches),
+        "breakdown": Breakdown(
+            **{name: total(getattr(each.breakdown, name) for each in batches) / count for name in PARTS}
         ),
-        "breakdown": Breakdown(**{name: mean(name, of=[each.breakdown for each in batches]) for name in PARTS}),
         "peak_memory_gib": max(each.peak_memory_gib for each in batches),
         **{name: statistics.median(getattr(each, name) for each in batches) for name in ("plan_s", "prepare_s")},
-        "num_microbatches": _whole(mean("num_microbatches")),
-        "degrees": {degree: _whole(degrees[degree] / len(batches)) for degree in sorted(degrees)},
+        "num_microbatches": _whole(sum(each.num_microbatches for each in batches) / count),
+        "degrees": {degree: _whole(degrees[degree] / count) for degree in sorted(degrees)},
         "per_batch": tuple(batches),
     }
+
+
+def _imbalance_of(batches: Sequence[BatchFigures]) -> Imbalance:
+    """Return the imbalance over the microbatches of all batches; of each resource over the batches that use it."""
+    ratios = [(each.imbalance.by_resource, each.maxima) for each in batches]
+    found = {}
+    for name in dict.fromkeys(name for ratio, _ in ratios for name in ratio):
+        most = math.fsum(maxima[name] for ratio, maxima in ratios if name in ratio)
+        uneven = math.fsum(ratio[name] * maxima[name] for ratio, maxima in ratios if name in ratio)
+        found[name] = uneven / most if most > 0 else 0.0
+    return Imbalance(**found)
 
 
 def _whole(value: float) -> float:
@@ -159,11 +179,12 @@ def measure(
     """Simulate a plan; `programs` are its own, lowered within `plan_s`, if known."""
     programs, ready_s = prepared(plan, sequences, setting=setting, programs=programs)
     timeline = timeline_of(programs, setting=setting)
-    names = ("num_tokens", "num_ranks", "iteration_s", "mfu", "attention_mfu", "imbalance", "bubble", "breakdown")
+    names = ("num_tokens", "num_ranks", "iteration_s", "mfu", "attention_mfu", "imbalance", "maxima", "bubble")
     measured = BatchFigures(
         **{name: getattr(timeline, name) for name in names},
+        breakdown=timeline.breakdown,
         lower_bound_s=bound_s,
-        peak_memory_gib=max(timeline.peak_memory_bytes) / GIB / setting.cluster.tensor_parallel,
+        peak_memory_gib=max(timeline.peak_memory_bytes) / GIB,
         plan_s=plan_s,
         prepare_s=plan_s + ready_s,
         degrees=plan.degrees,

@@ -11,13 +11,14 @@ from typing import Any
 
 from rayfcp.compare.arguments import Inputs, ReduceEvery
 from rayfcp.config import ConfigError
-from rayfcp.cost.analytic import efficiency_with_sums
+from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.scans import HeadsCost
 from rayfcp.cost.stages import split_by_cost, split_layers
 from rayfcp.plan import CostModel, max_tokens_per_rank
 from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile
+from rayfcp.values.devices import CPU
 
 GIB = 1 << 30
 
@@ -29,8 +30,8 @@ EITHER: tuple[ReduceEvery, ...] = ("step", "microbatch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One choice with its cluster and cost model, and the profiles to simulate it on; `hardware` is that of a rank (on
-    a stage). With several stages, plans contain the recomputed layers."""
+    """One choice with its cluster and cost model, and the profiles to simulate it on: of one of the tensor-parallel
+    devices of a rank (on a stage). With several stages, plans contain the recomputed layers."""
 
     model: ModelProfile
     hardware: HardwareProfile
@@ -50,33 +51,6 @@ def by_heads(setting: Setting) -> Setting:
     return replace(setting, cost=replace(setting.cost, scan=scan))
 
 
-def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """Return T tensor-parallel devices as one device with T times the compute, memory and links; the time of their
-    all-reduces lowers the efficiency of the linear layers.
-
-    Raises:
-        ConfigError: T does not divide the heads, or the devices of a node.
-    """
-    if tensor_parallel == 1:
-        return hardware
-    for name, bound in (
-        ("key/value heads of the model", model.num_kv_heads),
-        ("devices of a node", hardware.devices_per_node),
-    ):
-        if bound % tensor_parallel:
-            raise ConfigError(f"--tensor-parallel is {tensor_parallel}, must divide the {bound} {name}; lower it")
-    linear_s = model.linear_flops_per_token / (tensor_parallel * hardware.peak_flops * hardware.linear_efficiency)
-    return replace(
-        hardware,
-        peak_flops=hardware.peak_flops * tensor_parallel,
-        memory_bytes=hardware.memory_bytes * tensor_parallel,
-        linear_efficiency=efficiency_with_sums(hardware, model, linear_s=linear_s, tensor_parallel=tensor_parallel),
-        devices_per_node=hardware.devices_per_node // tensor_parallel,
-        intra_node_bandwidth=hardware.intra_node_bandwidth * tensor_parallel,
-        inter_node_bandwidth=hardware.inter_node_bandwidth * tensor_parallel,
-    )
-
-
 def stages_of(name: str, inputs: Inputs) -> tuple[int, ...]:
     """Return the numbers of stages that a strategy is tried with: `auto` also without stages."""
     if name == AUTO:
@@ -89,11 +63,19 @@ def ranks_of(inputs: Inputs, *, num_stages: int) -> int:
     return inputs.devices // inputs.tensor_parallel // num_stages
 
 
+def planned_memory_gib(inputs: Inputs, hardware: HardwareProfile) -> float:
+    """Memory of a device that plans may use: as requested, else the share of the hardware's that runs use."""
+    if inputs.memory_gib is not None:
+        return inputs.memory_gib
+    share = 1.0 if hardware.name in CPU.hardware else ACCELERATOR_MEMORY_SHARE  # CPUs: a worker's own already
+    return int(share * hardware.memory_bytes) / GIB
+
+
 def settings_of(
     inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, longest: int, num_stages: int = 1
 ) -> tuple[Setting, ...]:
     """Return all settings under which sequences of up to `longest` tokens, or the states of every stage, fit on the
-    ranks; `hardware` is that of a rank on a stage.
+    ranks, each one device on a stage.
 
     Raises:
         InfeasiblePlanError: There is none; reason of the setting that needs the least memory.
@@ -122,9 +104,7 @@ def settings_of(
             hardware=hardware,
             recomputed_layers=layers,
             reduce_every=reduce_every,
-            cluster=ClusterSpec(
-                num_ranks=num_ranks, max_tokens_per_rank=tokens, tensor_parallel=inputs.tensor_parallel
-            ),
+            cluster=ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=tokens),
             cost=CostModel.from_profiles(shape, hardware, num_ranks=num_ranks, **choice),
         )
 
@@ -177,6 +157,7 @@ def _stage_settings(
             gather_every=gather_every,
         )
         assert cost.pipeline is not None, "there are stages"
+        tokens = inputs.max_tokens_per_rank or _max_tokens(cost.pipeline)
         return Setting(
             model=shape,
             hardware=hardware,
@@ -185,9 +166,8 @@ def _stage_settings(
             gather_every=gather_every,
             cluster=ClusterSpec(
                 num_ranks=num_ranks,
-                max_tokens_per_rank=inputs.max_tokens_per_rank or _max_tokens(cost.pipeline),
+                max_tokens_per_rank=tokens,
                 num_stages=num_stages,
-                tensor_parallel=inputs.tensor_parallel,
                 layers_of_stage=layers,
             ),
             cost=cost,
@@ -216,21 +196,16 @@ def _feasible(setting: Callable[..., Setting], choices: Iterable[tuple[Any, ...]
 def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
     if inputs.max_tokens_per_rank is not None:
         return UNBOUNDED_BYTES
-    if inputs.memory_gib is None:
-        return hardware.memory_bytes
-    return int(inputs.memory_gib * inputs.tensor_parallel * GIB)
+    return int(planned_memory_gib(inputs, hardware) * GIB)
 
 
 def _max_tokens(pipeline: PipelineCost) -> int:
-    """Return the most tokens of a rank in one microbatch with all layers recomputed.
+    """Return the most tokens of a rank in one microbatch with all layers recomputed, with which a run plans.
 
     Raises:
         InfeasiblePlanError: Not one fits.
     """
-    working = pipeline.layer_bytes.most("working")
-    tokens = min(
-        budget // (kept + working) for budget, kept in zip(pipeline.budget_bytes, pipeline.kept_bytes(), strict=True)
-    )
+    tokens = pipeline.tokens_recomputed
     if tokens < 1:
         raise InfeasiblePlanError(
             f"beside the states of a stage, {min(pipeline.budget_bytes) / GIB:.3g} GiB are left, too little for one "

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from rayfcp.config import ConfigError
 from rayfcp.config.loading import read_mapping, read_yaml
+from rayfcp.cost.configurations import read_configuration
 from rayfcp.cost.layers import layers_of_file
 from rayfcp.values import HardwareProfile, LayerKind, ModelProfile, VisionProfile
 
@@ -221,5 +222,9 @@ def hardware_profile(name_or_path: str) -> HardwareProfile:
 
 
 def model_profile(name_or_path: str) -> ModelProfile:
-    """The model profile of that name, or of that YAML file; see `Shipped.find`."""
+    """The model profile of that name, or of that YAML file (`Shipped.find`); or the one of a Hugging Face `config.json`
+    or the folder that it is in."""
+    path = Path(name_or_path)
+    if path.suffix == ".json" or path.is_dir():
+        return read_configuration(path)
     return MODELS.find(name_or_path)

@@ -114,14 +114,27 @@ class Timeline:
     @property
     def imbalance(self) -> Imbalance:
         """(sum over microbatches and stages of the maximum over ranks - sum of the means) / sum of the maxima."""
-        moved = np.maximum(self.loads.sent_bytes, self.loads.received_bytes)
+        found = {name: _sums(loads, num_ranks=self.num_ranks) for name, loads in self._by_resource.items()}
         return Imbalance(
-            compute=_imbalance(self.loads.compute_s, num_ranks=self.num_ranks),
-            attention=_imbalance(self.loads.attention_flops, num_ranks=self.num_ranks),
-            memory=_imbalance(self.loads.num_tokens, num_ranks=self.num_ranks),
-            communication=_imbalance(moved.tolist(), num_ranks=self.num_ranks),
-            encoder=_imbalance(self.loads.encoder_s, num_ranks=self.num_ranks) if self.loads.encoder_s else None,
+            **{name: max(most - mean, 0.0) / most if most > 0 else 0.0 for name, (most, mean) in found.items()}
         )
+
+    @property
+    def maxima(self) -> dict[str, float]:
+        """The sums of maxima that `imbalance` divides by, with which imbalances of several batches add up."""
+        return {name: _sums(loads, num_ranks=self.num_ranks)[0] for name, loads in self._by_resource.items()}
+
+    @property
+    def _by_resource(self) -> dict[str, Sequence[Sequence[float]]]:
+        loads = self.loads
+        moved = np.maximum(loads.sent_bytes, loads.received_bytes).tolist()
+        named = {
+            "compute": loads.compute_s,
+            "attention": loads.attention_flops,
+            "memory": loads.num_tokens,
+            "communication": moved,
+        }
+        return named | ({"encoder": loads.encoder_s} if loads.encoder_s else {})
 
     @property
     def compute_s(self) -> PerRank:
@@ -142,10 +155,10 @@ class Timeline:
         return tuple(max(size for _, size in samples) for samples in self.memory)
 
 
-def _imbalance(loads: Sequence[Sequence[float]], *, num_ranks: int) -> float:
+def _sums(loads: Sequence[Sequence[float]], *, num_ranks: int) -> tuple[float, float]:
+    """Sums of the maxima over ranks, and of the means."""
     rows = np.array(loads, np.float64).reshape(-1, num_ranks)
-    maxima, means = float(rows.max(axis=1).sum()), float(rows.mean(axis=1).sum())
-    return max(maxima - means, 0.0) / maxima if maxima > 0 else 0.0
+    return float(rows.max(axis=1).sum()), float(rows.mean(axis=1).sum())
 
 
 def spans_of(

@@ -118,7 +118,8 @@ def _token_count(given: Any, *, where: str) -> int:
     plain = getattr(given, "as_py", None) or getattr(given, "item", None)  # of arrow; of numpy and torch
     try:
         value = given if plain is None else plain()
-        whole = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+        exact = isinstance(value, float) and value.is_integer()
+        whole = int(value) if exact else operator.index(value) * (not isinstance(value, bool))
     except (TypeError, ValueError, RuntimeError):
         whole, value = 0, given
     if whole < 1:

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rayfcp.adapters.planning import HostPlanner, planner_for
 from rayfcp.adapters.profiles import profile_of
 from rayfcp.config import ConfigError
 from rayfcp.config.constraints import HostConstraints
+from rayfcp.cost.configurations import GATED, UNGATED
 from rayfcp.models import describe
 from rayfcp.plan import CostModel, model_profile
 from rayfcp.values import FULL, LayerKind
@@ -45,6 +48,21 @@ def test_profile_is_that_of_the_library(family: str) -> None:
     assert {each: getattr(found, each) for each in names} == {each: getattr(expected, each) for each in names}
 
 
+def test_families_are_read_exactly_or_refused() -> None:
+    """Of every family of the library with a causal language model: as many parameters as its own code makes of the
+    default configuration, or a refusal."""
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if family not in GATED + UNGATED:
+            with pytest.raises(ConfigError):
+                profile_of({**SIZES, "model_type": family})
+            continue
+        library = AutoConfig.for_model(family)
+        found = profile_of({**library.to_dict(), "model_type": family})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(library)
+        assert found.num_parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=5e-3), family
+
+
 def test_windows_of_raw_configurations() -> None:
     """Files of the hub have no types of layers; gemma's name every sixth, qwen's the first without a window."""
     window = LayerKind(window=9)
@@ -53,7 +71,8 @@ def test_windows_of_raw_configurations() -> None:
     qwen = {**SIZES, "sliding_window": 9, "max_window_layers": 3}
     assert profile_of({**qwen, "use_sliding_window": True}).kind_of_layer == (FULL, FULL, FULL, window)
     assert profile_of({**qwen, "use_sliding_window": False}).kind_of_layer == ()
-    vlm = profile_of({"model_type": "vlm", "text_config": SIZES, "vision_config": {"hidden_size": 9}})
+    text = {**SIZES, "model_type": "qwen3_vl_text"}
+    vlm = profile_of({"model_type": "qwen3_vl", "text_config": text, "vision_config": {"hidden_size": 9}})
     assert vlm.hidden_size == 64
 
 
@@ -68,6 +87,10 @@ def test_models_come_from_names_folders_and_files(tmp_path: Path) -> None:
     [
         ({}, "has no num_hidden_layers"),
         ({**SIZES, "layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ({**SIZES, "mamba_d_state": 16}, "has mamba_d_state"),
+        ({**SIZES, "model_type": "jamba"}, "is of family jamba"),
+        ({**SIZES, "num_experts": 8, "mlp_only_layers": [0]}, "has mlp_only_layers"),
+        ({**SIZES, "intermediate_size": [64, 128]}, "must be one whole number"),
         ("nowhere/config.json", "no config.json can be read"),
         ("qwen3", "did you mean"),
     ],

@@ -13,12 +13,12 @@ from rayfcp.cluster.planning.capacity import tokens_that_fit
 from rayfcp.compare import layouts as layouts_module
 from rayfcp.compare.advice import Advice, Advisor, format_layouts, layout_section, suits
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.comparison import evaluate
-from rayfcp.compare.layouts import LayoutCandidate, ParallelLayout, layouts, misfit
+from rayfcp.compare.layouts import Case, LayoutCandidate, ParallelLayout, layouts, misfit
 from rayfcp.compare.page import render
-from rayfcp.compare.planning import best_setting
 from rayfcp.compare.run_config import DATA, run_config_text
+from rayfcp.compare.table import SIMPLER_WITHIN
 from rayfcp.config import ConfigError, load_config
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
 from rayfcp.values import InfeasiblePlanError
 from tests.compare.cases import arguments, small
@@ -53,10 +53,11 @@ def test_the_recommendation_is_the_best_of_all(tmp_path: Path, monkeypatch: pyte
         thorough.setattr(layouts_module, "MARGIN", float("inf"))
         best = advisor.advise().best
     assert best is not None
-    assert best.iteration_s == min(found_s.values()) == found_s[best.strategy, best.layout]
+    assert best.iteration_s <= SIMPLER_WITHIN * min(found_s.values())
+    assert best.iteration_s <= found_s[best.strategy, best.layout]
     quick = Advisor(inputs).advise()
     assert quick.best is not None and quick.best.iteration_s <= 1.01 * best.iteration_s
-    left = [trial for trial in quick.trials if not trial.split_vocabulary and trial.strategy in NAMES]
+    left = [trial for trial in quick.trials if trial.strategy in NAMES]
     assert {(each.strategy, each.layout) for each in left} == set(all_s)
     for trial in left:
         seconds = all_s[trial.strategy, trial.layout]
@@ -64,16 +65,15 @@ def test_the_recommendation_is_the_best_of_all(tmp_path: Path, monkeypatch: pyte
         if seconds is not None and trial.lower_bound_s is not None:
             assert trial.lower_bound_s <= seconds * (1 + 1e-9)
         if trial.status == "simulated":
-            assert trial.iteration_s == seconds
+            assert trial.iteration_s <= seconds  # of the fastest layout other settings are simulated too
 
 
 def exhaustive(advisor: Advisor, name: str, layout: ParallelLayout) -> float | None:
     """Simulated seconds of the best setting by prediction; None without a plan."""
-    candidate = advisor.candidate(layout, split=False)
-    case = candidate.case
+    candidate = advisor.candidate(name, layout)
     try:
-        setting = best_setting(name, case.batches[0], settings=candidate.settings, options=case.options)
-        return evaluate(name, setting, settings=candidate.settings, case=case, log=lambda _: None)[0].iteration_s
+        _, setting = candidate.predictions(name)[0]
+        return candidate.simulated(name, setting, log=lambda _: None, check=True).iteration_s
     except InfeasiblePlanError:
         return None
 
@@ -116,9 +116,9 @@ def test_a_device_of_a_layout_has_its_part(tmp_path: Path) -> None:
     model, hardware = MODELS["qwen3-8b"], HARDWARE["h100"]
     inputs = small(tmp_path, devices=8, max_tokens_per_rank=None)
     layout = ParallelLayout(num_stages=2, tensor_parallel=2)
+    case = Case(model=model, hardware=hardware, num_ranks=8, batches=(), options=PlanConfig())
     whole, split = (
-        LayoutCandidate(layout, inputs=inputs, model=model, hardware=hardware, batches=(), split_vocabulary=each).case
-        for each in (False, True)
+        LayoutCandidate(layout, inputs=inputs, case=case, split_vocabulary=each).case for each in (False, True)
     )
     assert whole.num_ranks == 2
     assert whole.model.attention_flops_per_pair * 2 == model.attention_flops_per_pair
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     infeasible = [trial for trial in found.trials if trial.status == "infeasible"]
     assert infeasible and all("GiB" in trial.reason or "tokens" in trial.reason for trial in infeasible)
     text = format_layouts(found)
-    own = [trial for trial in infeasible if trial.strategy == "flex-ring" and not trial.split_vocabulary]
+    own = [trial for trial in infeasible if trial.strategy == "flex-ring"]
     assert len(own) >= 2 and all(f"  {trial.layout}: {trial.reason}" in text for trial in own)
 
 
@@ -175,7 +175,8 @@ def test_json_has_the_comparison_s_keys_and_two_more(advice: Advice) -> None:
     assert found["inputs"]["stages"] == found["inputs"]["tensor_parallel"] == "auto"
     assert [each["strategy"] for each in found["results"]] == list(NAMES)
     assert advice.best is not None and found["recommended"]["strategy"] == advice.best.strategy
-    assert found["recommended"]["iteration_s"] == min(each["iteration_s"] for each in found["results"])
+    least_s = min(each["iteration_s"] for each in found["results"])
+    assert found["recommended"]["iteration_s"] <= SIMPLER_WITHIN * least_s
     assert set(found["recommended"]["rivals"]) == {"Megatron-LM", "DeepSpeed"}
     assert {each["status"] for each in found["layouts"]} <= {"simulated", "predicted", "bounded", "infeasible"}
     assert all(each["reason"] for each in found["layouts"] if each["status"] != "simulated")

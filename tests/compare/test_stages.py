@@ -52,7 +52,9 @@ def test_stages_that_do_not_fit_say_why(tmp_path: Path) -> None:
     tight = small(tmp_path, devices=8, stages=4, max_tokens_per_rank=None, memory_gib=2.0)
     with pytest.raises(InfeasiblePlanError, match=r"stage.*GiB"):
         settings_of(tight, model=MODEL, hardware=HARDWARE, longest=100, num_stages=4)
-    with pytest.raises(ConfigError, match="--stages is 17, must be at most the model's 16 layers"):
+    with pytest.raises(
+        ConfigError, match=r"--stages is 17 .*: 17 stages are more than the model's 16 layers; lower them"
+    ):
         compare(small(tmp_path, stages=17, devices=17))
 
 
