@@ -63,25 +63,28 @@ def lower_bound(
     f, as in (2), the others take h(f) each.
 
     Raises:
-        InfeasiblePlanError: a sequence that all ranks together cannot hold.
+        InfeasiblePlanError: a sequence that all ranks together cannot hold, or no group of a permitted degree.
     """
     check_longest(sequences, cluster=cluster)
     cost = cost.without_states()
     num_ranks, speeds = cluster.num_ranks, speeds_of(cluster)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     used = tuple(primitives)
-    degrees = np.array(constraints.permitted(num_ranks))
+    degrees = np.array(constraints.permitted(num_ranks), np.int64)
+    longest = max(sequences, key=lambda each: each.num_tokens)
+    held = sum(each.num_tokens for each in sequences if each.unit is not None and each.unit == longest.unit)
+    enough = degrees[degrees >= -(-max(held, longest.num_tokens) // cluster.max_tokens_per_rank)]
+    if not placed_freely and not len(enough):
+        raise InfeasiblePlanError(
+            f"sequence {longest.id} or its unit has {max(held, longest.num_tokens)} tokens, of "
+            f"{cluster.max_tokens_per_rank} that a rank holds, plan.constraints.degrees permits {degrees.tolist()} on "
+            f"{num_ranks} ranks; permit a larger degree, or add ranks or memory"
+        )
     extra_s = 0.0 if placed_freely else _extra_s(sequences, degrees, cluster=cluster, cost=cost, primitives=used)
     compute_s = cost.compute_s(sum(sequence.attention_pairs for sequence in sequences), num_tokens)
     total = float(speeds.sum())
     shared_s = (compute_s + extra_s) / total
-    alone_s = 0.0
-    if not placed_freely:
-        longest = max(sequences, key=lambda each: each.num_tokens)
-        held = sum(each.num_tokens for each in sequences if each.unit is not None and each.unit == longest.unit)
-        least = -(-max(held, longest.num_tokens) // cluster.max_tokens_per_rank)
-        enough = degrees[degrees >= least]
-        alone_s = _alone_s(longest, enough, cluster=cluster, cost=cost, primitives=used) if len(enough) else 0.0
+    alone_s = 0.0 if placed_freely else _alone_s(longest, enough, cluster=cluster, cost=cost, primitives=used)
     fewest = constraints.least_microbatches(-(-num_tokens // (num_ranks * cluster.max_tokens_per_rank)))
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
     encoded_s, largest_s = _encoder_bound(sequences, cluster=cluster, cost=cost)
