@@ -75,11 +75,7 @@ def lower_bound(
     held = sum(each.num_tokens for each in sequences if each.unit is not None and each.unit == longest.unit)
     enough = degrees[degrees >= -(-max(held, longest.num_tokens) // cluster.max_tokens_per_rank)]
     if not placed_freely and not len(enough):
-        raise InfeasiblePlanError(
-            f"sequence {longest.id} or its unit has {max(held, longest.num_tokens)} tokens, of "
-            f"{cluster.max_tokens_per_rank} that a rank holds, plan.constraints.degrees permits {degrees.tolist()} on "
-            f"{num_ranks} ranks; permit a larger degree, or add ranks or memory"
-        )
+        raise _no_degree(longest, max(held, longest.num_tokens), degrees, cluster=cluster)
     extra_s = 0.0 if placed_freely else _extra_s(sequences, degrees, cluster=cluster, cost=cost, primitives=used)
     compute_s = cost.compute_s(sum(sequence.attention_pairs for sequence in sequences), num_tokens)
     total = float(speeds.sum())
@@ -98,6 +94,14 @@ def lower_bound(
         rest_s = (fewest - 1) * cost.microbatch_s(fastest_s, last=False)
         bounds += [fewest * mean_s + cost.reduce_exposed_s, longest_s + rest_s + cost.reduce_exposed_s]
     return max(bounds)
+
+
+def _no_degree(longest: SequenceSpec, held: int, degrees: Ints, *, cluster: ClusterSpec) -> InfeasiblePlanError:
+    return InfeasiblePlanError(
+        f"sequence {longest.id} or its unit has {held} tokens, of {cluster.max_tokens_per_rank} that a rank holds, "
+        f"plan.constraints.degrees permits {degrees.tolist()} on {cluster.num_ranks} ranks; permit a larger degree, or "
+        "add ranks or memory"
+    )
 
 
 def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:

@@ -138,13 +138,10 @@ def assemble(
     if placement == "nodes":
         ways = _by_node(ordered, loads, cluster=cluster, cost=cost, nodes=nodes)
     else:
-        aligned = placement == "aligned"
-        ways = _consecutive(ordered, drafts=loads.drafts, nodes=nodes, aligned=aligned)
-        if cluster.speed_of_rank or any(held[-1] - held[0] >= len(held) for held in nodes):
-            ways.append(_windows(ordered, loads, cluster=cluster, cost=cost, aligned=aligned))
+        ways = _consecutive(ordered, drafts=loads.drafts, nodes=nodes, aligned=placement == "aligned")
+        ways += _windows(ordered, loads, cluster=cluster, cost=cost, aligned=placement == "aligned")
     priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
-    idle_s = idle_passes_s(cost, cluster=cluster)
-    timed = []
+    idle_s, timed = idle_passes_s(cost, cluster=cluster), []
     for numbers in ordered:
         makespans_s = [cost.makespan_s(*np.column_stack((passes_s[:, numbers], idle_s))) for passes_s in priced]
         best = makespans_s.index(min(makespans_s))
@@ -315,10 +312,12 @@ def _in_a_row_by_node(
 
 def _windows(
     ordered: Sequence[Sequence[int]], loads: _Loads, *, cluster: ClusterSpec, cost: CostModel, aligned: bool
-) -> list[tuple[int, ...]]:
-    """Ranks of each draft, by its number: the largest and slowest groups choose first, each the consecutive ranks on
-    which it is fastest of those that leave room for the other groups."""
+) -> list[list[tuple[int, ...]]]:
+    """Ranks of each draft, by its number, where speeds differ or nodes interleave: the largest and slowest groups
+    choose first, each the consecutive ranks on which it is fastest of those that leave room for the other groups."""
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
+    if not cluster.speed_of_rank and all(held[-1] - held[0] < len(held) for held in nodes):
+        return []
     ranks: list[tuple[int, ...]] = [()] * len(loads.drafts)
     for numbers in ordered:
         free = [True] * cluster.num_ranks
@@ -330,7 +329,7 @@ def _windows(
             seconds = loads.only(number, len(windows)).named_s(windows, cluster=cluster, cost=cost, nodes=nodes)
             ranks[number] = windows[int(seconds.sum(axis=0).argmin())]
             free[ranks[number][0] : ranks[number][-1] + 1] = [False] * degree
-    return ranks
+    return [ranks]
 
 
 def _starts(free: Sequence[bool], degree: int, *, aligned: bool) -> list[int]:

@@ -210,14 +210,10 @@ def _planned(
     held = _tokens_held(sequences)
     short, long = ([each for each in sequences if (held[each.id] > max_tokens) == is_long] for is_long in (False, True))
     parts = [(short, pool)] if short else []
-    constraints = options.constraints
     if long:
         longest = max(held.values())
         parts.append((long, _larger(long, longest, cluster=cluster, cost=cost, options=options)))
-    if constraints.bind:  # of the whole cluster: fewer ranks have other powers of two
-        degrees = constraints.permitted(cluster.num_ranks)
-        options = options.model_copy(update={"constraints": constraints.model_copy(update={"degrees": degrees})})
-    in_place = constraints.placement == "nodes"
+    options, in_place = _of_whole(options, cluster=cluster), options.constraints.placement == "nodes"
     for part, here in parts:
         priced = slowed(cost, speed=here.speed)
         columns = columns_of(part, cost=priced)
@@ -237,6 +233,15 @@ def _planned(
             for microbatch in found
         ]
     return drafts, f"{reasons[0]}, {len(pool.ranks)} ranks shared out beside {len(pool.pinned)} others"
+
+
+def _of_whole(options: PlanConfig, *, cluster: ClusterSpec) -> PlanConfig:
+    """Return the options with the permitted degrees of the whole cluster: fewer ranks have other powers of two."""
+    constraints = options.constraints
+    if not constraints.bind:
+        return options
+    degrees = constraints.permitted(cluster.num_ranks)
+    return options.model_copy(update={"constraints": constraints.model_copy(update={"degrees": degrees})})
 
 
 def _tokens_held(sequences: Sequence[SequenceSpec]) -> dict[int, int]:
