@@ -1,7 +1,8 @@
 # make quickstart   sets up .venv and trains a small model on 4 CPU ranks
 # make test         sets up .venv and runs all tests
 # make explore      searches for counterexamples, others in every run: 100,000 fault schedules of the simulated cluster
-#                   (make explore SCHEDULES=1000 for fewer), far more examples of properties
+#                   (make explore SCHEDULES=1000 for fewer), 2,000 tiny plans beside the best of all (PLANS=200 for
+#                   fewer), far more examples of properties
 # make chaos        long runs that lose processes, nodes, messages and disks (half an hour)
 # make dashboards   writes boards and rules again from their code
 # make image        builds the image for CPUs and trains in it (as root, with buildah and debootstrap; ten minutes)
@@ -13,6 +14,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
 SCHEDULES ?= 100000
+PLANS ?= 2000
 
 BIN := .venv/bin
 # Modules are compiled when they are first imported: most of what is installed never is.
@@ -33,6 +35,7 @@ kernels: setup-dev
 
 explore: setup-dev kernels
 	$(BIN)/python -m tests.simulated --first $$(date +%s)00000 --count $(SCHEDULES)
+	$(BIN)/python -m tests.plan.oracle --first $$(date +%s)0000 --count $(PLANS)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder --timeout 0 --hypothesis-profile=explore -m hypothesis tests
 
 chaos: setup-dev

@@ -63,25 +63,24 @@ def lower_bound(
     f, as in (2), the others take h(f) each.
 
     Raises:
-        InfeasiblePlanError: a sequence that all ranks together cannot hold.
+        InfeasiblePlanError: a sequence that all ranks together cannot hold, or no group of a permitted degree.
     """
     check_longest(sequences, cluster=cluster)
     cost = cost.without_states()
     num_ranks, speeds = cluster.num_ranks, speeds_of(cluster)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     used = tuple(primitives)
-    degrees = np.array(constraints.permitted(num_ranks))
+    degrees = np.array(constraints.permitted(num_ranks), np.int64)
+    longest = max(sequences, key=lambda each: each.num_tokens)
+    held = sum(each.num_tokens for each in sequences if each.unit is not None and each.unit == longest.unit)
+    enough = degrees[degrees >= -(-max(held, longest.num_tokens) // cluster.max_tokens_per_rank)]
+    if not placed_freely and not len(enough):
+        raise _no_degree(longest, max(held, longest.num_tokens), degrees, cluster=cluster)
     extra_s = 0.0 if placed_freely else _extra_s(sequences, degrees, cluster=cluster, cost=cost, primitives=used)
     compute_s = cost.compute_s(sum(sequence.attention_pairs for sequence in sequences), num_tokens)
     total = float(speeds.sum())
     shared_s = (compute_s + extra_s) / total
-    alone_s = 0.0
-    if not placed_freely:
-        longest = max(sequences, key=lambda each: each.num_tokens)
-        held = sum(each.num_tokens for each in sequences if each.unit is not None and each.unit == longest.unit)
-        least = -(-max(held, longest.num_tokens) // cluster.max_tokens_per_rank)
-        enough = degrees[degrees >= least]
-        alone_s = _alone_s(longest, enough, cluster=cluster, cost=cost, primitives=used) if len(enough) else 0.0
+    alone_s = 0.0 if placed_freely else _alone_s(longest, enough, cluster=cluster, cost=cost, primitives=used)
     fewest = constraints.least_microbatches(-(-num_tokens // (num_ranks * cluster.max_tokens_per_rank)))
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
     encoded_s, largest_s = _encoder_bound(sequences, cluster=cluster, cost=cost)
@@ -95,6 +94,14 @@ def lower_bound(
         rest_s = (fewest - 1) * cost.microbatch_s(fastest_s, last=False)
         bounds += [fewest * mean_s + cost.reduce_exposed_s, longest_s + rest_s + cost.reduce_exposed_s]
     return max(bounds)
+
+
+def _no_degree(longest: SequenceSpec, held: int, degrees: Ints, *, cluster: ClusterSpec) -> InfeasiblePlanError:
+    return InfeasiblePlanError(
+        f"sequence {longest.id} or its unit has {held} tokens, of {cluster.max_tokens_per_rank} that a rank holds, "
+        f"plan.constraints.degrees permits {degrees.tolist()} on {cluster.num_ranks} ranks; permit a larger degree, or "
+        "add ranks or memory"
+    )
 
 
 def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:

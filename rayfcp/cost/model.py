@@ -141,10 +141,10 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
     per_token = grown * np.maximum(intra_s, inter_s) / ranks
     splits = (cost.num_heads % ranks == 0) & ((cost.num_kv_heads % ranks == 0) | (ranks % cost.num_kv_heads == 0))
     known = (cost.ulysses_intra_s_per_token > 0 and cost.ulysses_inter_s_per_token > 0) | (ranks == 1)
-    moved_s = np.where(splits & known, np.where(ranks > 1, cost.ulysses_s, 0.0), np.inf)
+    latency_s = np.where(ranks > 1, cost.ulysses_s, 0.0)
     forward, backward = (
         _computed(cost, ranks, attention=attention, linear=linear, half=1 / (2 * ranks))._replace(
-            moved_s_per_token=share * per_token, moved_s=share * moved_s
+            moved_s_per_token=share * per_token, moved_s=np.where(splits & known, share * latency_s, np.inf)
         )
         for attention, linear, share in (
             (cost.attention_forward, cost.linear_forward, cost.passes_forward),

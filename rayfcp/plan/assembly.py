@@ -111,6 +111,11 @@ class Draft:
     among: tuple[int, ...] = ()
 
 
+def members_of(draft: Draft, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the positions of the sequences of a draft of units, whose parts `united` gives."""
+    return tuple(sorted(at for unit in draft.members for at in parts[unit]))
+
+
 def assemble(
     microbatches: Sequence[Sequence[Draft]],
     *,
@@ -134,9 +139,9 @@ def assemble(
         ways = _by_node(ordered, loads, cluster=cluster, cost=cost, nodes=nodes)
     else:
         ways = _consecutive(ordered, drafts=loads.drafts, nodes=nodes, aligned=placement == "aligned")
+        ways += _windows(ordered, loads, cluster=cluster, cost=cost, aligned=placement == "aligned")
     priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
-    idle_s = idle_passes_s(cost, cluster=cluster)
-    timed = []
+    idle_s, timed = idle_passes_s(cost, cluster=cluster), []
     for numbers in ordered:
         makespans_s = [cost.makespan_s(*np.column_stack((passes_s[:, numbers], idle_s))) for passes_s in priced]
         best = makespans_s.index(min(makespans_s))
@@ -181,6 +186,13 @@ class _Loads:
             sequences=np.bincount(owners, np.array(batch.counts, np.float64)[members]).astype(np.float64),
             degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
+
+    def only(self, number: int, count: int) -> "_Loads":
+        """`count` times the draft of that number."""
+        columns = (self.pairs, self.tokens, self.sequences, self.degrees)
+        pairs, tokens, sequences, degrees = (np.full(count, column[number]) for column in columns)
+        drafts = [self.drafts[number]] * count
+        return _Loads(drafts=drafts, pairs=pairs, tokens=tokens, sequences=sequences, degrees=degrees)
 
     def alike_s(self, cost: CostModel, *, nodes: Sequence[Sequence[int]], speed: float = 1.0) -> list[float]:
         """Seconds of each draft on ranks of that speed, in one node where the largest holds them."""
@@ -250,7 +262,7 @@ def _by_node(
 def _named(
     ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft], nodes: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Ranks of each draft, by its number; of ranks in several nodes the first and the last are in different ones."""
+    """Ranks of each draft, by its number, on as few nodes as possible."""
     ranks: list[tuple[int, ...]] = [()] * len(drafts)
     for numbers in ordered:
         for among in dict.fromkeys(drafts[number].among for number in numbers):
@@ -296,6 +308,45 @@ def _in_a_row_by_node(
             ranks[number] = tuple(range(first, first + drafts[number].degree))
             first += drafts[number].degree
     return ranks
+
+
+def _windows(
+    ordered: Sequence[Sequence[int]], loads: _Loads, *, cluster: ClusterSpec, cost: CostModel, aligned: bool
+) -> list[list[tuple[int, ...]]]:
+    """Ranks of each draft, by its number, where speeds differ or nodes interleave: the largest and slowest groups
+    choose first, each the consecutive ranks on which it is fastest of those that leave room for the other groups."""
+    nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
+    if not cluster.speed_of_rank and all(held[-1] - held[0] < len(held) for held in nodes):
+        return []
+    ranks: list[tuple[int, ...]] = [()] * len(loads.drafts)
+    for numbers in ordered:
+        free = [True] * cluster.num_ranks
+        for turn, number in enumerate(numbers):
+            degree = loads.drafts[number].degree
+            others = [loads.drafts[each].degree for each in numbers[turn + 1 :]]
+            starts = [at for at in _starts(free, degree, aligned=aligned) if _room(free, at, degree, others, aligned)]
+            windows = [tuple(range(at, at + degree)) for at in starts]
+            seconds = loads.only(number, len(windows)).named_s(windows, cluster=cluster, cost=cost, nodes=nodes)
+            ranks[number] = windows[int(seconds.sum(axis=0).argmin())]
+            free[ranks[number][0] : ranks[number][-1] + 1] = [False] * degree
+    return [ranks]
+
+
+def _starts(free: Sequence[bool], degree: int, *, aligned: bool) -> list[int]:
+    """First ranks of all free windows of `degree` ranks."""
+    step = degree if aligned else 1
+    return [at for at in range(0, len(free) - degree + 1, step) if all(free[at : at + degree])]
+
+
+def _room(free: Sequence[bool], start: int, degree: int, others: Sequence[int], aligned: bool) -> bool:
+    """Whether groups of these degrees, largest first, fit beside a group at `start`."""
+    left = [ok and not start <= rank < start + degree for rank, ok in enumerate(free)]
+    for other in others:
+        starts = _starts(left, other, aligned=aligned)
+        if not starts:
+            return False
+        left[starts[0] : starts[0] + other] = [False] * other
+    return True
 
 
 def _slowest_first(

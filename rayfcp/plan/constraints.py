@@ -7,8 +7,14 @@ from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, SequenceSpec
 
 
 def is_constrained(sequences: Sequence[SequenceSpec], constraints: HostConstraints) -> bool:
-    """Whether plans of the batch have anything to keep: constraints, or units of sequences."""
-    return constraints.bind or any(sequence.unit is not None for sequence in sequences)
+    """Whether plans of the batch have anything to keep: constraints, or units of several sequences."""
+    return constraints.bind or has_units(sequences)
+
+
+def has_units(sequences: Sequence[SequenceSpec]) -> bool:
+    """Whether some sequences must share a group. A unit of one sequence is no unit."""
+    units = [sequence.unit for sequence in sequences if sequence.unit is not None]
+    return len(set(units)) < len(units)
 
 
 def broken_constraint(

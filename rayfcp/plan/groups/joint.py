@@ -218,7 +218,8 @@ class JointSearch:
         rule = self._problem.rule
         if not (rule.exactly or rule.multiple > 1):
             return []
-        state = empty_state(len(self._problem.batch.tokens))
+        pinned = len(self._problem.prices.pinned) // 2
+        state = empty_state(len(self._problem.batch.tokens), num_pinned=pinned)
         free = self._space(self._problem._replace(rule=rule._replace(multiple=1, exactly=0), state=state))
         free.run()
         return [line[2] for line in free.lines[:IMPROVED]]

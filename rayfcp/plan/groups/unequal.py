@@ -5,7 +5,8 @@ shared out by groups of any degree, as if all were as slow as the slowest of the
 fixed ranks in every microbatch, of one rank, or of several for longer sequences, which take what fits in the time. The
 search gives them sequences as it does to other groups, at their own speed, or leaves them empty. Sequences that the
 pool has no memory for go to microbatches of their own, with a larger pool. Several pools and sizes of pinned groups are
-planned, and the best of these plans is taken.
+planned, and the best of these plans is taken. Plans that do not keep the constraints are dropped. Where
+groups must have consecutive ranks, the search gives degrees only, and each group the best ranks (`assemble`).
 """
 
 import dataclasses
@@ -17,11 +18,12 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.bound import lower_bound
 from rayfcp.cost.model import CostModel, slowed, speeds_of
 from rayfcp.cost.placement import node_of_ranks
-from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
-from rayfcp.plan.groups.planner import GroupPlanner, PinnedGroup
+from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of, members_of, united
+from rayfcp.plan.constraints import broken_constraint, has_units, is_constrained
+from rayfcp.plan.groups.planner import GroupPlanner, PinnedGroup, step_of
 from rayfcp.plan.moves import FIRST, moves_of
 from rayfcp.plan.strategies.registry import Proposal
-from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
 
 ALIKE = 0.05  # relative difference of speeds in a pool: waiting costs less than what pinned groups cannot share
@@ -50,25 +52,33 @@ def propose_unequal(
         InfeasiblePlanError: a sequence that no group of the allowed primitives can hold.
     """
     batch = columns_of(sequences, cost=cost)
-    used = tuple(Primitive(name) for name in options.primitives)
-    bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
+    used, constraints = tuple(Primitive(name) for name in options.primitives), options.constraints
+    bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used, constraints=constraints)
     moves = moves_of(options, num_ranks=cluster.num_ranks, num_sequences=len(sequences))
     few = options.model_copy(update={"search_moves": min(moves, FIRST)})
+    binds = is_constrained(sequences, constraints)
 
     def planned(pool: RankPool, options: PlanConfig) -> Proposal:
         drafts, reason = _planned(sequences, pool, batch=batch, cluster=cluster, cost=cost, options=options)
-        return Proposal(microbatches=assemble(drafts, batch=batch, cluster=cluster, cost=cost), reason=reason)
+        microbatches = assemble(
+            drafts, batch=batch, cluster=cluster, cost=cost, placement=options.constraints.placement
+        )
+        if binds and any(_overlap(each) for each in microbatches):  # a pinned group was given more ranks
+            raise InfeasiblePlanError("no plan was found whose groups have the ranks that plan.constraints asks for")
+        if binds and (broken := broken_constraint(microbatches, sequences, cluster=cluster, constraints=constraints)):
+            raise InfeasiblePlanError(f"no plan was found that keeps plan.constraints: {broken}; relax it")
+        return Proposal(microbatches=microbatches, reason=reason)
 
     found: list[tuple[Proposal, RankPool]] = []
     best_s, why = np.inf, InfeasiblePlanError("no pool was tried")
-    for pool in _pools(cluster, cost=cost):
+    for pool in _permitted(_pools(cluster, cost=cost), cluster=cluster, cost=cost, options=options):
         if best_s <= GOOD_ENOUGH * bound_s:
             break
-        if found and _floor_s(sequences, pool, cluster=cluster, cost=cost, used=used) >= best_s:
+        if found and _floor_s(sequences, pool, cluster=cluster, cost=cost, options=options) >= best_s:
             continue
         try:
             found.append((planned(pool, few), pool))
-        except InfeasiblePlanError as error:  # of no number of its ranks that heads can be shared by
+        except InfeasiblePlanError as error:  # no degree of its ranks shares out the heads or keeps the constraints
             why = error
             continue
         best_s = min(best_s, found[-1][0].predicted_s)
@@ -76,6 +86,11 @@ def propose_unequal(
         raise why
     best, pool = min(found, key=lambda each: each[0].predicted_s)
     return best if moves <= FIRST else planned(pool, options)
+
+
+def _overlap(microbatch: MicrobatchPlan) -> bool:
+    ranks = [rank for group in microbatch.groups for rank in group.ranks]
+    return len(set(ranks)) < len(ranks)
 
 
 def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:
@@ -95,6 +110,35 @@ def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:
     nested = _nested(cluster, cost=cost)
     found += sorted(nested, key=lambda pool: -pool.speed * len(pool.ranks))[:POOLS]
     return list(dict.fromkeys([*found, nested[-1]]))
+
+
+def _permitted(
+    pools: Sequence[RankPool], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> list[RankPool]:
+    """Return the pools, each with the pinned groups that the constraints permit. Where groups must have consecutive
+    ranks, the longest row of ranks of each speed or faster is one too."""
+    constraints = options.constraints
+    if not constraints.bind:
+        return list(pools)
+    degrees = constraints.permitted(cluster.num_ranks)
+    degrees = degrees if step_of(degrees) == 1 else ()
+    rows = [] if constraints.placement == "nodes" else _rows(cluster, cost=cost)
+    kept = [
+        dataclasses.replace(pool, pinned=tuple(group for group in pool.pinned if len(group.ranks) in degrees))
+        for pool in (*pools, *rows)
+    ]
+    kept += [dataclasses.replace(pool, pinned=()) for pool in kept]
+    return list(dict.fromkeys(kept))
+
+
+def _rows(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:
+    """The longest row of consecutive ranks among those of each pool of the fastest, alone."""
+    found = []
+    for pool in _nested(cluster, cost=cost):
+        parts = np.split(np.array(pool.ranks), np.flatnonzero(np.diff(pool.ranks) > 1) + 1)
+        row = max(parts, key=len).tolist()
+        found.append(dataclasses.replace(_pool(row, cluster=cluster, cost=cost), pinned=()))
+    return found
 
 
 def _nested(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:
@@ -135,14 +179,18 @@ def _floor_s(
     *,
     cluster: ClusterSpec,
     cost: CostModel,
-    used: tuple[Primitive, ...],
+    options: PlanConfig,
 ) -> float:
-    """Lower bound on what the search can find, at the speeds that it assumes for the ranks."""
+    """Lower bound on what the search can find, at the speeds that it assumes for the ranks. Groups on consecutive ranks
+    may lie on other ranks than those of the pool, which may be faster."""
+    if options.constraints.placement != "nodes":
+        return 0.0
     speeds = np.full(cluster.num_ranks, pool.speed)
     for group in pool.pinned:
         speeds[list(group.ranks)] = pool.speed * group.speed
     slower = dataclasses.replace(cluster, speed_of_rank=tuple(speeds.tolist()))
-    return lower_bound(sequences, cluster=slower, cost=cost, primitives=used)
+    used = tuple(Primitive(name) for name in options.primitives)
+    return lower_bound(sequences, cluster=slower, cost=cost, primitives=used, constraints=options.constraints)
 
 
 def _planned(
@@ -159,24 +207,26 @@ def _planned(
     position = {number: at for at, number in enumerate(batch.ids)}
     drafts: list[list[Draft]] = []
     reasons = []
-    short, long = (
-        [each for each in sequences if (each.num_tokens > max_tokens) == is_long] for is_long in (False, True)
-    )
+    held = _tokens_held(sequences)
+    short, long = ([each for each in sequences if (held[each.id] > max_tokens) == is_long] for is_long in (False, True))
     parts = [(short, pool)] if short else []
     if long:
-        parts.append((long, _larger(long, cluster=cluster, cost=cost, options=options)))
+        longest = max(held.values())
+        parts.append((long, _larger(long, longest, cluster=cluster, cost=cost, options=options)))
+    options, in_place = _of_whole(options, cluster=cluster), options.constraints.placement == "nodes"
     for part, here in parts:
         priced = slowed(cost, speed=here.speed)
         columns = columns_of(part, cost=priced)
+        units, of_unit = united(columns, part) if has_units(part) else (columns, [(at,) for at in range(len(part))])
         sub = _as_cluster(here.ranks, cluster=cluster, cost=cost)
-        found, reason = GroupPlanner(columns, cluster=sub, cost=priced, options=options, pinned=here.pinned).run()
+        found, reason = GroupPlanner(units, cluster=sub, cost=priced, options=options, pinned=here.pinned).run()
         reasons.append(reason)
         drafts += [
             [
                 dataclasses.replace(
                     draft,
-                    members=tuple(position[columns.ids[at]] for at in draft.members),
-                    among=draft.among or here.ranks,
+                    members=tuple(position[columns.ids[at]] for at in members_of(draft, of_unit)),
+                    among=(draft.among or here.ranks) if in_place else (),
                 )
                 for draft in microbatch
             ]
@@ -185,13 +235,42 @@ def _planned(
     return drafts, f"{reasons[0]}, {len(pool.ranks)} ranks shared out beside {len(pool.pinned)} others"
 
 
+def _of_whole(options: PlanConfig, *, cluster: ClusterSpec) -> PlanConfig:
+    """Return the options with the permitted degrees of the whole cluster: fewer ranks have other powers of two."""
+    constraints = options.constraints
+    if not constraints.bind:
+        return options
+    degrees = constraints.permitted(cluster.num_ranks)
+    return options.model_copy(update={"constraints": constraints.model_copy(update={"degrees": degrees})})
+
+
+def _tokens_held(sequences: Sequence[SequenceSpec]) -> dict[int, int]:
+    """Return the tokens of each sequence's unit, or its own, by id."""
+    tokens: dict[int, int] = {}
+    for each in sequences:
+        if each.unit is not None:
+            tokens[each.unit] = tokens.get(each.unit, 0) + each.num_tokens
+    return {each.id: each.num_tokens if each.unit is None else tokens[each.unit] for each in sequences}
+
+
 def _larger(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    sequences: Sequence[SequenceSpec], longest: int, *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> RankPool:
-    """Of the pools of the fastest ranks that hold each of the sequences, the one with the least bound for them."""
+    """Of the pools of the fastest ranks that hold each of the sequences and units, the one with the least bound for
+    them; `longest`: tokens of the largest.
+
+    Raises:
+        InfeasiblePlanError: no permitted degree holds the largest.
+    """
     used = tuple(Primitive(name) for name in options.primitives)
-    longest = max(each.num_tokens for each in sequences)
-    found = [pool for pool in _nested(cluster, cost=cost) if len(pool.ranks) * cluster.max_tokens_per_rank >= longest]
+    least = -(-longest // cluster.max_tokens_per_rank)
+    degree = min((each for each in options.constraints.permitted(cluster.num_ranks) if each >= least), default=None)
+    if degree is None:
+        raise InfeasiblePlanError(
+            f"sequences of one unit have {longest} tokens and need {least} ranks or more, plan.constraints.degrees is "
+            f"{options.constraints.degrees} on {cluster.num_ranks} ranks; permit a larger degree, or divide the unit"
+        )
+    found = [pool for pool in _nested(cluster, cost=cost) if len(pool.ranks) >= degree]
     return min(
         found,
         key=lambda pool: lower_bound(

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import Draft, assemble, columns_of, united
-from rayfcp.plan.constraints import is_constrained
+from rayfcp.plan.assembly import assemble, columns_of, members_of, united
+from rayfcp.plan.constraints import has_units
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, SequenceSpec
@@ -26,25 +26,17 @@ def propose(
     """The cheapest that was found, each microbatch with exact degrees."""
     from rayfcp.plan.groups.planner import GroupPlanner
 
-    unequal = any(speed != 1.0 for speed in cluster.speed_of_rank)
-    if unequal and not is_constrained(sequences, options.constraints):
+    if any(speed != 1.0 for speed in cluster.speed_of_rank):
         from rayfcp.plan.groups.unequal import propose_unequal
 
         return propose_unequal(sequences, cluster=cluster, cost=cost, options=options)
     batch = columns_of(sequences, cost=cost)
-    if any(sequence.unit is not None for sequence in sequences):
-        units, parts = united(batch, sequences)
-        drafts, reason = GroupPlanner(units, cluster=cluster, cost=cost, options=options).run()
-        drafts = [[replace(draft, members=_members(draft, parts)) for draft in each] for each in drafts]
-    else:
-        drafts, reason = GroupPlanner(batch, cluster=cluster, cost=cost, options=options).run()
+    units, parts = united(batch, sequences) if has_units(sequences) else (batch, None)
+    drafts, reason = GroupPlanner(units, cluster=cluster, cost=cost, options=options).run()
+    if parts is not None:
+        drafts = [[replace(draft, members=members_of(draft, parts)) for draft in each] for each in drafts]
     microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=cost, placement=options.constraints.placement)
     return Proposal(microbatches=microbatches, reason=reason)
-
-
-def _members(draft: Draft, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Positions of the sequences of a draft of units."""
-    return tuple(sorted(at for unit in draft.members for at in parts[unit]))
 
 
 INFO = StrategyInfo(

@@ -154,14 +154,18 @@ def _covered(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
         groups += state.home[group] == microbatch
     if groups == 0:
         return True
+    merged = False  # what was merged is not split again
     while state.spare[microbatch] > 0:
         if not _grown(problem, microbatch, degrees):
             if len(degrees) <= FEW_DEGREES and _exact(problem, microbatch, degrees):
                 break
-            if not _split_largest(problem, microbatch) and not _borrowed(problem, microbatch, degrees[0]):
-                if degrees[-1] < problem.prices.num_ranks:
-                    return False
+            if not merged and (_split_largest(problem, microbatch) or _borrowed(problem, microbatch, degrees[0])):
+                continue
+            if degrees[-1] == problem.prices.num_ranks:
                 _one_group(problem, microbatch)
+            elif not _merge_smallest(problem, microbatch):
+                return False
+            merged = True
     _keep_pace(problem, microbatch, 0)
     return bool(state.spare[microbatch] == 0)
 
@@ -241,6 +245,30 @@ def _one_group(problem: SearchProblem, microbatch: int) -> None:
     state.degree[first] = problem.prices.num_ranks
     state.spare[microbatch] = 0
     _reprice(problem, first)
+
+
+@inner_with_arrays
+def _merge_smallest(problem: SearchProblem, microbatch: int) -> bool:
+    """The two groups of a microbatch with the fewest tokens share one of the fewest ranks that hold both; False if
+    there is one group only, or if the ranks do not suffice."""
+    state, first, second = problem.state, -1, -1
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] != microbatch:
+            continue
+        if first < 0 or state.tokens[group] < state.tokens[first]:
+            first, second = group, first
+        elif second < 0 or state.tokens[group] < state.tokens[second]:
+            second = group
+    if second < 0:
+        return False
+    degree = _fewest_ranks(problem.prices, state.tokens[first] + state.tokens[second])
+    free = state.spare[microbatch] + state.degree[first] + state.degree[second]
+    if degree > free:
+        return False
+    _unite(problem, first, second)
+    state.degree[first], state.spare[microbatch] = degree, free - degree
+    _reprice(problem, first)
+    return True
 
 
 @inner_with_arrays
