@@ -60,8 +60,8 @@ GATED = (
     *("phimoe", "qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text"),
     *("qwen3_vl_moe_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
 )
-"""Families (`model_type`) whose layers are attention and a gated MLP or gated experts, as the keys say: as many parameters
-as the library's, within 0.5 %. Others have keys that look alike and mean something else."""
+"""Families (`model_type`) whose layers are attention and a gated MLP or gated experts, as the keys say: they have as
+many parameters as the library's, within 0.5 %. Others have keys that look alike and mean something else."""
 
 UNGATED = ("apertus", "arcee", "gpt_neox", "jais2", "nanochat", "persimmon", "phi", "starcoder2")
 """Families whose MLPs have two matrices; likewise."""
