@@ -195,7 +195,7 @@ class _Loads:
     ) -> Floats:
         """[2, drafts]: forward and backward on these ranks."""
         node_of_rank = _node_of_rank(nodes)
-        torn = np.array([node_of_rank[held[0]] != node_of_rank[held[-1]] for held in ranks])
+        torn = np.array([len({node_of_rank[rank] for rank in held}) > 1 for held in ranks])
         return self._passes_s(cost, crosses=torn, speeds=group_speeds(ranks, cluster=cluster))
 
     def _passes_s(self, cost: CostModel, *, crosses: npt.NDArray[np.bool_], speeds: Floats) -> Floats:
@@ -250,7 +250,7 @@ def _by_node(
 def _named(
     ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft], nodes: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Ranks of each draft, by its number; of ranks in several nodes the first and the last are in different ones."""
+    """Ranks of each draft, by its number, on as few nodes as possible."""
     ranks: list[tuple[int, ...]] = [()] * len(drafts)
     for numbers in ordered:
         for among in dict.fromkeys(drafts[number].among for number in numbers):
