@@ -24,8 +24,8 @@ def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
 
 
 def device_hardware(hardware: HardwareProfile, own: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """A device that runs `own`, its part of a model: linear layers include the sums over T devices, T devices of a node
-    are one rank, and each of them has 1 / T of what the rank may send over the node's uplink."""
+    """A device that runs `own`, its part of a model: linear layers include the sums over T devices, and T devices of a
+    node are one rank. These send at once, each its own part, so a device of the view has 1 / T of the node's uplink."""
     if tensor_parallel == 1:
         return hardware
     linear_s = own.linear_flops_per_token / (hardware.peak_flops * hardware.linear_efficiency)
@@ -191,7 +191,7 @@ def _layers_s(model: ModelProfile, layers: Sequence[LayerProfile], *, rate: floa
 
 def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
     """A ring moves keys and values in every pass, and their gradients (`ring_bytes`); Ulysses moves queries, keys,
-    values and outputs."""
+    values and outputs. A ring enters and leaves each of its nodes once, so that one rank of a node sends outside."""
     passes = attention_passes(model, again=again)
     once = passes - len(_attending(model, again))
     forward_bytes, hop_bytes, returned_bytes = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)
@@ -232,7 +232,9 @@ def _shards(
         return found
     gather_s, reduce_s = parameter_s(hardware, **sizes)
     trained = max(model.trained_of(each) for each in model.every_layer)
-    layer_s = gathered * model.layer_parameters * gather_s + reduced * trained * reduce_s
+    latency_s = collective_s(hardware, num_ranks=num_ranks)
+    layer_s = gathered * (model.layer_parameters * gather_s + latency_s)
+    layer_s += (reduced and trained > 0) * (trained * reduce_s + latency_s)
     return found | {"ahead": hardware.overlap / model.num_layers, "ahead_s": hardware.overlap * layer_s}
 
 
@@ -255,24 +257,29 @@ class ShardTraffic:
         *,
         outer: int,
         per: tuple[float, float],
+        latency_s: float,
         kept: bool,
         trained: tuple[Sequence[int], int] | None = None,
     ) -> "ShardTraffic":
         """Traffic of layers of so many parameters and `outer` beside them, of which the `trained` ones (None: all)
-        have gradients, at `parameter_s` `per` parameter.
+        have gradients, at `parameter_s` `per` parameter and `latency_s` per collective.
 
         Layers are gathered for forward and for backward, the others once, and gradients are scattered. The others and
         the first layer come before anything computes, and their gradients go when nothing does any more. A backward
         pass begins with a last layer that is still gathered (`kept`), or with nothing to hide that one behind.
         """
         (gather_s, reduce_s), (trained_layers, trained_outer) = per, trained or (layers, outer)
+
+        def seconds(sizes: Sequence[int], s_per_parameter: float) -> float:
+            return sum(sizes) * s_per_parameter + sum(map(bool, sizes)) * latency_s
+
         return cls(
-            forward_s=(sum(layers) + outer) * gather_s,
-            backward_s=sum(layers[: len(layers) - kept]) * gather_s,
-            reduced_s=(sum(trained_layers) + trained_outer) * reduce_s,
-            exposed_s=(outer + layers[0]) * gather_s,
-            backward_exposed_s=0.0 if kept else layers[-1] * gather_s,
-            reduced_exposed_s=(trained_outer + trained_layers[0]) * reduce_s,
+            forward_s=seconds([*layers, outer], gather_s),
+            backward_s=seconds(layers[: len(layers) - kept], gather_s),
+            reduced_s=seconds([*trained_layers, trained_outer], reduce_s),
+            exposed_s=seconds([outer, layers[0]], gather_s),
+            backward_exposed_s=0.0 if kept else seconds(layers[-1:], gather_s),
+            reduced_exposed_s=seconds([trained_outer, trained_layers[0]], reduce_s),
         )
 
     def fields(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
@@ -305,6 +312,7 @@ def shard_traffic(
             outer=own,
             trained=([model.trained_of(each) for each in layers], own if model.adapter is None else 0),
             per=per,
+            latency_s=collective_s(hardware, num_ranks=num_ranks),
             kept=stage == len(layers_of_stage) - 1,
         )
         for stage, (layers, own) in enumerate(stages)
@@ -323,6 +331,17 @@ def parameter_s(hardware: HardwareProfile, *, num_ranks: int, bytes_per_element:
         bandwidth = min(bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))
     s_per_byte = (num_ranks - 1) / num_ranks / bandwidth
     return bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
+
+
+def collective_s(hardware: HardwareProfile, *, num_ranks: int, num_nodes: int = 0) -> float:
+    """Latency of a gather or reduction among N ranks on M nodes (0: as few as hold them): the formula of NCCL for rings
+    (`ncclTopoTuneModel`), base + (N - M) hops inside nodes + (M - 1) hops between nodes. 0 where the profile has no
+    latency of such hops."""
+    inside_s, between_s = hardware.collective_intra_s, hardware.collective_inter_s
+    if num_ranks == 1 or not inside_s + between_s:
+        return 0.0
+    nodes = num_nodes or -(-num_ranks // max(hardware.devices_per_node, 1))
+    return hardware.latency_s + (num_ranks - nodes) * inside_s + (nodes - 1) * between_s
 
 
 def hop_bandwidth(hardware: HardwareProfile, *, num_ranks: int, num_stages: int) -> float:

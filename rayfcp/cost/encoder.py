@@ -9,6 +9,7 @@ from rayfcp.cost.analytic import (
     ATTENTION_BACKWARD,
     LINEAR_BACKWARD,
     ShardTraffic,
+    collective_s,
     flops_per_s,
     inter_bandwidth,
     parameter_s,
@@ -78,8 +79,9 @@ class EncoderCost:
         attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         s_per_patch = linear * vision.linear_flops_per_patch(model.hidden_size) / linear_rate
         per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
+        latency_s = collective_s(hardware, num_ranks=num_ranks)
         layer, outer = vision.layer_parameters, vision.outer_parameters(model.hidden_size)
-        traffic = ShardTraffic.of([layer] * vision.num_layers, outer=outer, per=per, kept=False)
+        traffic = ShardTraffic.of([layer] * vision.num_layers, outer=outer, per=per, latency_s=latency_s, kept=False)
         frozen_shards = {"shard_s": traffic.forward_s, "exposed_s": traffic.exposed_s}  # no backward pass
         row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
         per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)

@@ -32,7 +32,13 @@ def pick(name: str, known: Iterable[str], *, what: str) -> str:
 P = TypeVar("P", bound=ModelProfile | HardwareProfile)
 
 MAY_BE_ZERO = {"latency_s", "microbatch_overhead_s", "overlap", "node_uplink_bandwidth"}
-MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens", "shared_ffn_size"}
+MAY_BE_ZERO |= {
+    "collective_intra_s",
+    "collective_inter_s",
+    "attention_half_tokens",
+    "linear_half_tokens",
+    "shared_ffn_size",
+}
 SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
 TEXTS = {"name", "source"}
 WINDOWS = "layer_windows"

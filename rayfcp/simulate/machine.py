@@ -6,7 +6,7 @@ from math import inf
 
 import numpy as np
 
-from rayfcp.cost.analytic import REDUCED_BYTES
+from rayfcp.cost.analytic import REDUCED_BYTES, collective_s
 from rayfcp.cost.stages import check_layers, outer_parameters, split_layers
 from rayfcp.values import HardwareProfile, LayerKind, LayerProfile, ModelProfile
 from rayfcp.values.arrays import Bools, Floats, Ints
@@ -188,6 +188,12 @@ class Machine:
         """`[stage, server]`: a collective moves (N - 1) / N of its bytes into and out of each of a stage's N ranks, and
         what enters a node comes over the links of all ranks that the stage has there."""
         return np.stack([self._of_stage(stage) for stage in range(self.num_stages)])
+
+    def collective_latency_s(self) -> Floats:
+        """`[stage]`: latency of a collective of a stage's ranks on the nodes that hold them."""
+        nodes = [len(set(of_stage.tolist())) for of_stage in self.nodes.reshape(self.num_stages, -1)]
+        sizes = {"num_ranks": self.num_ranks}
+        return np.array([collective_s(self.hardware, num_nodes=count, **sizes) for count in nodes])
 
     def _of_stage(self, stage: int) -> Floats:
         share = (self.num_ranks - 1) / self.num_ranks

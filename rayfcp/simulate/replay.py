@@ -63,13 +63,14 @@ class Messages(NamedTuple):
 
 class Wires(NamedTuple):
     """Bytes of collectives and the stage whose `num_ranks` ranks take part; seconds for which a byte of a stage's
-    collective takes each server, `[stage, server]`; latency of a message; share of communication that hides behind
-    computation."""
+    collective takes each server, `[stage, server]`, and its latency behind them, `[stage]`; latency of a message; share
+    of communication that hides behind computation."""
 
     collective_bytes: Floats
     collective_stage: Ints
     num_ranks: int
     s_per_byte: Floats
+    collective_latency_s: Floats
     latency_s: float
     overlap: float
 
@@ -227,7 +228,8 @@ def _pass(s: ReplayState, wires: Wires, server: int, now: float, seconds: float)
     if shared > 0.0:
         s.bulk[server] += shared
         latest = s.latest[server]
-        s.collective_s[latest, 2] = max(s.collective_s[latest, 2], s.bulk[server])
+        latency_s = wires.collective_latency_s[wires.collective_stage[latest]]
+        s.collective_s[latest, 2] = max(s.collective_s[latest, 2], s.bulk[server] + latency_s)
     return float(s.free[server])
 
 
@@ -307,16 +309,21 @@ def _post(s: ReplayState, wires: Wires, collective: int, now: float) -> None:
     if s.collective_posts[collective] < wires.num_ranks:
         return
     moved, stage = wires.collective_bytes[collective], wires.collective_stage[collective]
+    latency_s = wires.collective_latency_s[stage]
     start = now
     end = now
     for server in range(len(s.bulk)):
         seconds = moved * wires.s_per_byte[stage, server]
         if seconds > 0.0:
+            free, latest = max(now, s.bulk[server]), s.latest[server]
+            if latency_s > 0.0 and latest >= 0 and wires.collective_stage[latest] == stage:
+                free = max(free, s.collective_s[latest, 2])  # collectives of a stage follow each other
             s.latest[server] = collective
-            free = max(now, s.bulk[server])
             start = max(start, free)
             s.bulk[server] = free + seconds + wires.overlap * min(seconds, max(s.free[server] - free, 0.0))
             end = max(end, s.bulk[server])
+    if end > now:
+        end += latency_s
     s.collective_s[collective, 0], s.collective_s[collective, 1], s.collective_s[collective, 2] = now, start, end
     for rank in range(stage * wires.num_ranks, (stage + 1) * wires.num_ranks):
         if s.waits_for[rank] == collective:

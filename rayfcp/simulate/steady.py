@@ -146,6 +146,7 @@ def _replay(
         collective_stage=np.repeat(np.arange(len(plots)), [len(plot.collective_bytes) for plot in plots]),
         num_ranks=machine.num_ranks,
         s_per_byte=machine.collective_s_per_byte(),
+        collective_latency_s=machine.collective_latency_s(),
         latency_s=machine.hardware.latency_s,
         overlap=machine.hardware.overlap,
     )

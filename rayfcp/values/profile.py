@@ -315,6 +315,8 @@ class HardwareProfile:
     A kernel over n tokens reaches n / (n + half) of its efficiency: `attention_half_tokens` for the
     shorter side of one (query, key) block, `linear_half_tokens` for the tokens of a rank in a microbatch.
     `node_uplink_bandwidth`: all ranks of a node together, per direction (0: the sum of its ranks' own links).
+    `collective_intra_s`, `collective_inter_s`: latency that each hop inside a node and between nodes adds to a gather
+    or reduction of shards, which takes `latency_s` beside them (both 0: such collectives have no latency).
     `source` names for every figure where it comes from.
     """
 
@@ -333,4 +335,6 @@ class HardwareProfile:
     attention_half_tokens: float = 0.0
     linear_half_tokens: float = 0.0
     node_uplink_bandwidth: float = 0.0
+    collective_intra_s: float = 0.0
+    collective_inter_s: float = 0.0
     source: str = ""

@@ -128,14 +128,16 @@ def test_coefficients_by_hand() -> None:
     layer = model.layer_matmul_parameters
     s_per_parameter = 7 / 8 * 2 / hardware.intra_node_bandwidth  # bf16, and twice that where gradients are reduced
     outer = model.num_parameters - 31 * layer  # embedding, head, and the first layer or, in backward, the last
-    reduced_s = 2 * s_per_parameter * model.num_parameters
-    assert cost.shard_s == pytest.approx(s_per_parameter * (model.num_parameters + 31 * layer))
+    latency_s = hardware.latency_s + 7 * hardware.collective_intra_s  # layers and the rest; one is gathered only once
+    reduced_s = 2 * s_per_parameter * model.num_parameters + 33 * latency_s
+    gathered_s = s_per_parameter * (model.num_parameters + 31 * layer) + (33 + 31) * latency_s
+    assert cost.shard_s == pytest.approx(gathered_s)
     assert cost.reduce_s == pytest.approx(reduced_s)
-    assert cost.exposed_s == pytest.approx(s_per_parameter * outer)
-    assert cost.reduce_exposed_s == pytest.approx(2 * s_per_parameter * outer)
+    assert cost.exposed_s == pytest.approx(s_per_parameter * outer + 2 * latency_s)
+    assert cost.reduce_exposed_s == pytest.approx(2 * s_per_parameter * outer + 2 * latency_s)
     often = from_profiles(reduce_every="microbatch")
     assert often.shard_s == pytest.approx(cost.shard_s + reduced_s) and often.reduce_s == 0
-    assert often.exposed_s == pytest.approx(3 * s_per_parameter * outer) and often.reduce_exposed_s == 0
+    assert often.exposed_s == pytest.approx(3 * s_per_parameter * outer + 4 * latency_s) and often.reduce_exposed_s == 0
     alone = from_profiles(num_ranks=1)
     assert alone.shard_s == alone.reduce_s == alone.exposed_s == alone.reduce_exposed_s == 0
 
