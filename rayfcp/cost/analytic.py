@@ -230,6 +230,10 @@ def _shards(
     found = most.fields(gathered=gathered, reduced=reduced)
     if len(layers_of_stage) > 1:
         return found
+    if 2 * hardware.devices_per_node * inter_bandwidth(hardware) < hardware.intra_node_bandwidth:
+        head_flops = (1 + model.linear_backward) * model.head_flops_per_token
+        rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)[1]
+        found |= {"shares_links": True, "head_s_per_token": head_flops / rate}
     gather_s, reduce_s = parameter_s(hardware, **sizes)
     trained = max(model.trained_of(each) for each in model.every_layer)
     latency_s = collective_s(hardware, num_ranks=num_ranks)

@@ -16,7 +16,7 @@ from rayfcp.cost.analytic import (
 )
 from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.memory import patch_bytes, token_bytes
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.arrays import Floats
 
 GATHERED_FORWARD = 0.5
@@ -78,10 +78,9 @@ class EncoderCost:
         linear, attention = 1 + trained * LINEAR_BACKWARD, 1 + trained * ATTENTION_BACKWARD
         attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         s_per_patch = linear * vision.linear_flops_per_patch(model.hidden_size) / linear_rate
-        per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
-        latency_s = collective_s(hardware, num_ranks=num_ranks)
-        layer, outer = vision.layer_parameters, vision.outer_parameters(model.hidden_size)
-        traffic = ShardTraffic.of([layer] * vision.num_layers, outer=outer, per=per, latency_s=latency_s, kept=False)
+        traffic = _traffic(
+            vision, hardware, hidden_size=model.hidden_size, num_ranks=num_ranks, width=bytes_per_element
+        )
         frozen_shards = {"shard_s": traffic.forward_s, "exposed_s": traffic.exposed_s}  # no backward pass
         row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
         per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
@@ -152,3 +151,15 @@ def check_one_stage(name: str, *, num_stages: int) -> None:
             f"cluster.pipeline_stages is {num_stages}, must be 1 for {name}, which has a vision encoder; use context "
             "parallelism instead"
         )
+
+
+def _traffic(
+    vision: VisionProfile, hardware: HardwareProfile, *, hidden_size: int, num_ranks: int, width: int
+) -> ShardTraffic:
+    return ShardTraffic.of(
+        [vision.layer_parameters] * vision.num_layers,
+        outer=vision.outer_parameters(hidden_size),
+        per=parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=width),
+        latency_s=collective_s(hardware, num_ranks=num_ranks),
+        kept=False,
+    )

@@ -97,6 +97,19 @@ def _with_states(
     return forward, backward
 
 
+def _beside_shards(cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats) -> tuple[Terms, Terms]:
+    """Forward and backward of groups whose messages use links that shards fill: without the head, which hides neither,
+    a pass takes at least both, one after the other. Each pass has its share of the shards, as in `_with_states`."""
+    shards_s = max(cost.shard_s - cost.exposed_s, 0.0)
+    head_s = cost.head_s_per_token / ranks
+    shares = (cost.linear_forward, 1.0), (1 - cost.linear_forward, 0.0)
+    forward, backward = (
+        terms._replace(shards_s=np.full_like(terms.cover, share * shards_s), head_s_per_token=head * head_s)
+        for terms, (share, head) in zip(passes, shares, strict=True)
+    )
+    return forward, backward
+
+
 def _inside(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> Floats:
     """Ranks of a group in one node. Over several nodes, as few as hold it but two at least, some node has no more than
     its share of ranks."""
@@ -216,6 +229,9 @@ class CostModel:
     With several stages (`pipeline`) these are of the stage that has most of them; everything else is of all layers
     together. `encoder`: of a VLM.
 
+    `shares_links`: links between nodes carry shards at less than half the rate of links inside, so that messages wait
+    for them (`_beside_shards`); `head_s_per_token` is the part of `linear_s_per_token` that hides neither, 0 elsewhere.
+
     `recomputed_layers` run forward again in backward, with `keeps_attention` without their attention, rounds and
     exchanges.
     """
@@ -249,6 +265,8 @@ class CostModel:
     passes_forward: float = 1 / 2
     ahead: float = 0.0
     ahead_s: float = 0.0
+    shares_links: bool = False
+    head_s_per_token: float = 0.0
     pipeline: PipelineCost | None = None
     expansion_s_per_token: float = 0.0
     layer_kinds: LayerKinds = ()
@@ -333,6 +351,7 @@ class CostModel:
         if pipeline:
             pipeline = dataclasses.replace(pipeline, head_s_per_token=pipeline.head_s_per_token * scale)
         others: dict[str, Any] = {"pipeline": pipeline, "expansion_s_per_token": self.expansion_s_per_token * scale}
+        others["head_s_per_token"] = self.head_s_per_token * scale
         return dataclasses.replace(self, **(others | measured))
 
     def forward_only(self) -> "CostModel":
@@ -354,6 +373,7 @@ class CostModel:
             ulysses_inter_s_per_token=passes * self.ulysses_inter_s_per_token,
             ulysses_s=passes * self.ulysses_s,
             expansion_s_per_token=self.expansion_s_per_token / (1 + EXPANSION_BACKWARD),
+            head_s_per_token=self.head_s_per_token / (1 + self.linear_backward),
             shard_s=GATHERED_FORWARD * self.shard_s,
             reduce_s=0.0,
             reduce_exposed_s=0.0,
@@ -363,8 +383,11 @@ class CostModel:
         return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder, scan=scan)
 
     def without_states(self) -> "CostModel":
-        """The cost model of groups whose recurrent layers move nothing, for lower bounds, and exchanges of heads."""
-        return self if self.scan is None else dataclasses.replace(self, scan=None)
+        """The cost model of groups whose recurrent layers move nothing and whose messages do not wait for shards, for
+        lower bounds, and exchanges of heads."""
+        if self.scan is None and not self.shares_links:
+            return self
+        return dataclasses.replace(self, scan=None, shares_links=False)
 
     def compute_s(self, pairs: Amount, num_tokens: Amount) -> Amount:
         """Seconds of attention and linear layers on one rank without the fixed cost (Eq. 8): a lower bound on the sum
@@ -445,6 +468,8 @@ class CostModel:
         across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
         terms_of = ulysses_terms if primitive is Primitive.ULYSSES else ring_terms
         forward, backward = terms_of(self, ranks, crosses=across)
+        if self.shares_links and not self.scan and not self.pipeline:
+            forward, backward = _beside_shards(self, (forward, backward), ranks=ranks)
         if isinstance(speed, float) and speed == 1.0:
             return forward, backward
         return forward.at_speed(speed), backward.at_speed(speed)

@@ -92,7 +92,7 @@ def prices_of(
         holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
-        recurrent=cost.scan is not None,
+        recurrent=cost.scan is not None or cost.shares_links,
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
 
