@@ -56,7 +56,7 @@ GATED = (
         "mellum",
         "minimax_m2",
     ),
-    *("ministral3", "mistral", "mixtral", "mllama", "modernbert-decoder", "olmo", "olmo2", "olmo3", "olmoe", "phi3"),
+    *("ministral3", "mistral", "mixtral", "modernbert-decoder", "olmo", "olmo2", "olmo3", "olmoe", "phi3"),
     *("phimoe", "qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text"),
     *("qwen3_vl_moe_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
 )
