@@ -1,6 +1,6 @@
 """Predicted against simulated seconds of plans, and `flex-ring` against the narrower families that it contains.
 
-    python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --tensor-parallel 1 2 4
+    python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --tensor-parallel 1 4 --families
 
 Cases are those of `ablation.py`, on each profile of hardware and with each number of tensor-parallel devices. A line by
 profile: mean and largest error of the prediction, of the simulated time; in how many cases a narrower family is
@@ -12,14 +12,16 @@ import argparse
 import statistics
 import sys
 
-from jobs.bench.ablation import MODELS, Case, case_of
+from jobs.bench.ablation import Case, case_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.profiles import HARDWARE
-from rayfcp.plan import model_profile, plan_batch
+from rayfcp.plan import plan_batch
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 
 FAMILIES = ("static-cp", "ulysses", "dynamic-cp")
 BEHIND = 1.001
+SIZES = (1, 2, 4)
+"""Numbers of tensor-parallel devices that divide the heads of all models of the cases."""
 
 
 def main() -> None:
@@ -27,19 +29,15 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--hardware", nargs="+", default=[each for each in HARDWARE if each != "cpu"])
-    parser.add_argument("--tensor-parallel", nargs="+", type=int, default=[1])
+    parser.add_argument("--tensor-parallel", nargs="+", type=int, choices=SIZES, default=[1])
     parser.add_argument("--families", action="store_true", help="plan the narrower families too")
     parser.add_argument("--worst", type=int, default=0, help="name so many cases with the largest errors")
     args = parser.parse_args()
     for name in args.hardware:
         for size in args.tensor_parallel:
             numbers = range(args.first, args.first + args.cases)
-            cases = [case_of(number, on=name, tensor_parallel=size) for number in numbers if _fits(number, size)]
+            cases = [case_of(number, on=name, tensor_parallel=size) for number in numbers]
             _report(f"{name} x{size}", cases, args=args)
-
-
-def _fits(number: int, size: int) -> bool:
-    return all(model_profile(each).num_kv_heads % size == 0 for each in MODELS) or (size <= 4 and number >= 0)
 
 
 def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:

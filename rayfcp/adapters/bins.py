@@ -39,8 +39,7 @@ def pack(
     Raises:
         InfeasiblePlanError: A sequence longer than a bin, fewer sequences than bins, or no such bins.
     """
-    lengths = token_counts(lengths)
-    if not lengths:
+    if not (lengths := token_counts(lengths)):
         return []
     least_rows = math.ceil(max(num_bins, 1) / (num_replicas * row_multiple)) * row_multiple
     _check(lengths, capacity=math.inf if exceed else capacity, num_bins=least_rows * num_replicas)

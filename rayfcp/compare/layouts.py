@@ -451,7 +451,8 @@ class LayoutSearch:
 
     def _predict(self, candidate: LayoutCandidate) -> None:
         """Plan all batches."""
-        self._log(f"{self._strategy} on {candidate.layout}: planning")
+        where = f" on {candidate.layout}" if len(self._candidates) > 1 else ""
+        self._log(f"{self._strategy}{where}: planning")
         try:
             self._predicted[candidate] = candidate.predictions(self._strategy, limit_s=self._best_predicted_s)
         except InfeasiblePlanError as error:
