@@ -211,7 +211,7 @@ class LayoutCandidate:
             num_ranks=self.inputs.devices // layout.num_stages,
         )
         self._model = model
-        self._bounds: dict[tuple[bool, bool], tuple[float, ...]] = {}
+        self._bounds: dict[tuple[bool, bool], dict[int, list[float]]] = {}
         self._known: dict[tuple[str, Setting], float] = {}
 
     @cached_property
@@ -234,29 +234,47 @@ class LayoutCandidate:
         return tuple(map(by_heads, self.settings)) if get(strategy).shares_recurrent_heads else self.settings
 
     def bounds_s(self, strategy: str, *, freely: bool | None = None) -> tuple[float, ...]:
-        """Lower bounds of each batch, over all settings; `freely`: blocks lie anywhere, as the strategy's if None."""
-        info = get(strategy)
+        """Lower bounds of each batch, over all settings; `freely`: blocks lie anywhere, as the strategy's if None.
+
+        Raises:
+            InfeasiblePlanError: Under no setting a permitted group holds the longest sequence.
+        """
+        return tuple(map(min, zip(*self._bounds_of(strategy, freely=freely).values(), strict=True)))
+
+    def _bounds_of(self, strategy: str, *, freely: bool | None = None) -> dict[int, list[float]]:
+        """Lower bounds of each batch, keyed by the number of the setting."""
+        info, constraints = get(strategy), self.case.options.constraints
         placed_freely = info.places_blocks if freely is None else freely
         key = placed_freely, info.shares_recurrent_heads
         if key not in self._bounds:
-            self._bounds[key] = tuple(
-                bound_s(
-                    batch,
-                    settings=self.settings_for(strategy),
-                    placed_freely=placed_freely,
-                    constraints=self.case.options.constraints,
-                )
-                for batch in self.case.batches
-            )
+            found, why = {}, InfeasiblePlanError("no setting was tried")
+            for at, setting in enumerate(self.settings_for(strategy)):
+                given: dict[str, Any] = {"setting": setting, "placed_freely": placed_freely, "constraints": constraints}
+                try:
+                    found[at] = [bound_s(batch, **given) for batch in self.case.batches]
+                except InfeasiblePlanError as error:
+                    why = error
+            if not found:
+                raise why
+            self._bounds[key] = found
         return self._bounds[key]
 
-    def predictions(self, strategy: str) -> list[tuple[float, Setting]]:
-        """Return mean seconds and settings, the least first.
+    def predictions(self, strategy: str, *, limit_s: float) -> list[tuple[float, Setting]]:
+        """Return mean seconds and settings, the least first; settings that are no finalists, also among layouts whose
+        best is predicted to take `limit_s`, may be left out or be predicted too low (`by_prediction`).
 
         Raises:
             InfeasiblePlanError: Under each setting, some batch has no plan.
         """
-        return by_prediction(strategy, settings=self.settings_for(strategy), predict=self._predict)
+        bounds, settings = self._bounds_of(strategy), self.settings_for(strategy)
+        margin = 0.0 if get(strategy).settings_from else MARGIN
+
+        def predict(name: str, at: int, most_s: float) -> float:
+            return self._predict(name, settings[at], bounds_s=bounds[at], limit_s=most_s)
+
+        means = {at: fmean(each) for at, each in bounds.items()}
+        found = by_prediction(strategy, bounds_s=means, predict=predict, margin=margin, limit_s=(1 + MARGIN) * limit_s)
+        return [(seconds, settings[at]) for seconds, at in found]
 
     def simulated(self, strategy: str, setting: Setting, *, log: Log, check: bool) -> Trial:
         """Simulate all batches.
@@ -293,11 +311,17 @@ class LayoutCandidate:
         """Identifying fields of a trial."""
         return {"strategy": strategy, "layout": self.layout, "split_vocabulary": self.split_vocabulary}
 
-    def _predict(self, strategy: str, setting: Setting) -> float:
+    def _predict(self, strategy: str, setting: Setting, *, bounds_s: Sequence[float], limit_s: float) -> float:
         key = strategy, setting
         if key not in self._known:
-            batches, options = self.case.batches, self.case.options
-            self._known[key] = mean_prediction(strategy, setting, batches=batches, options=options)
+            self._known[key] = mean_prediction(
+                strategy,
+                setting,
+                batches=self.case.batches,
+                options=self.case.options,
+                bounds_s=bounds_s,
+                limit_s=limit_s,
+            )
         return self._known[key]
 
     def _planned(self, strategy: str, batch: Batch, *, setting: Setting) -> tuple[BatchPlan, Programs | None, float]:
@@ -430,7 +454,7 @@ class LayoutSearch:
         where = f" on {candidate.layout}" if len(self._candidates) > 1 else ""
         self._log(f"{self._strategy}{where}: planning")
         try:
-            self._predicted[candidate] = candidate.predictions(self._strategy)
+            self._predicted[candidate] = candidate.predictions(self._strategy, limit_s=self._best_predicted_s)
         except InfeasiblePlanError as error:
             self._refuse(candidate, str(error))
 

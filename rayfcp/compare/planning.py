@@ -2,14 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from statistics import fmean
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.lengths import Batch, sequences_of_rows
 from rayfcp.compare.settings import Setting, settings_of
-from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
+from rayfcp.config.constraints import HostConstraints
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
 from rayfcp.plan.pipeline.bound import pipeline_bound
@@ -56,46 +57,64 @@ def plan_timed(
     return plan, time.process_time() - start_s
 
 
-Predict = Callable[[str, Setting], float]
-"""Predicted seconds of a strategy under a setting; raises `InfeasiblePlanError`."""
+Predict = Callable[[str, int, float], float]
+"""Mean predicted seconds of a strategy under a numbered setting, as far as they are below a limit; raises
+`InfeasiblePlanError`."""
 
 
 def mean_prediction(
-    strategy: str, setting: Setting, *, batches: Sequence[Batch], options: PlanConfig = OPTIONS
+    strategy: str,
+    setting: Setting,
+    *,
+    batches: Sequence[Batch],
+    options: PlanConfig = OPTIONS,
+    bounds_s: Sequence[float],
+    limit_s: float,
 ) -> float:
-    """Return the mean predicted time of the batches.
+    """Return the mean predicted time of the batches. Planning stops where it exceeds `limit_s`: batches that were not
+    planned count with their lower bounds, `bounds_s`.
 
     Raises:
         InfeasiblePlanError: One of them has no plan.
     """
-    found = []
-    for number, batch in enumerate(batches, start=1):
+    found = list(bounds_s)
+    for number, batch in enumerate(batches):
         try:
-            found.append(plan_timed(batch, strategy=strategy, setting=setting, options=options)[0].predicted_s)
+            found[number] = plan_timed(batch, strategy=strategy, setting=setting, options=options)[0].predicted_s
         except InfeasiblePlanError as error:
-            where = f"batch {number} of {len(batches)}: " if len(batches) > 1 else ""
+            where = f"batch {number + 1} of {len(batches)}: " if len(batches) > 1 else ""
             raise InfeasiblePlanError(f"{where}{error}") from error
-    return math.fsum(found) / len(found)
+        if fmean(found) > limit_s:
+            break
+    return fmean(found)
 
 
-def by_prediction(strategy: str, *, settings: Sequence[Setting], predict: Predict) -> list[tuple[float, Setting]]:
-    """Return predictions and settings, the least first, the first of equals; settings without a plan are left out.
+def by_prediction(
+    strategy: str, *, bounds_s: Mapping[int, float], predict: Predict, margin: float = 0.0, limit_s: float = math.inf
+) -> list[tuple[float, int]]:
+    """Return predictions and numbers of settings, the least first, the first of equals; settings without a plan are
+    left out. Those that take more than 1 + `margin` times the best, or than `limit_s`, may be left out too, or be
+    predicted too low: `bounds_s`, keyed by the number of the setting, tells whether planning is of use.
 
     A strategy that takes the settings of others is predicted as the best of these.
 
     Raises:
         InfeasiblePlanError: `predict` raised it for all settings.
     """
-    found: list[tuple[float, Setting]] = []
+    found: list[tuple[float, int]] = []
     why = InfeasiblePlanError("no setting was tried")
-    for name, setting in product(get(strategy).settings_from or (strategy,), settings):
+    names = get(strategy).settings_from or (strategy,)
+    for at, name in product(sorted(bounds_s, key=lambda each: bounds_s[each]), names):
+        most_s = min(limit_s, (1 + margin) * min(found)[0] if found else math.inf)
+        if found and bounds_s[at] > most_s:
+            continue
         try:
-            found.append((predict(name, setting), setting))
+            found.append((predict(name, at, most_s), at))
         except InfeasiblePlanError as error:
             why = error
     if not found:
         raise why
-    return sorted(found, key=lambda each: each[0])
+    return sorted(found)
 
 
 def best_setting(
@@ -107,10 +126,12 @@ def best_setting(
         InfeasiblePlanError: Under each setting, some batch has no plan.
     """
 
-    def predict(name: str, setting: Setting) -> float:
-        return mean_prediction(name, setting, batches=batches, options=options)
+    def predict(name: str, at: int, limit_s: float) -> float:
+        bounds_s = [0.0] * len(batches)
+        setting = settings[at]
+        return mean_prediction(name, setting, batches=batches, options=options, bounds_s=bounds_s, limit_s=limit_s)
 
-    return by_prediction(strategy, settings=settings, predict=predict)[0][1]
+    return settings[by_prediction(strategy, bounds_s=dict.fromkeys(range(len(settings)), 0.0), predict=predict)[0][1]]
 
 
 def warm_up(strategy: str, batch: Batch, *, setting: Setting, options: PlanConfig) -> None:
@@ -120,27 +141,22 @@ def warm_up(strategy: str, batch: Batch, *, setting: Setting, options: PlanConfi
     plan_timed(few, strategy=strategy, setting=setting, options=options)
 
 
-def bound_s(
-    sequences: Batch,
-    *,
-    settings: Sequence[Setting],
-    placed_freely: bool,
-    constraints: HostConstraints = UNCONSTRAINED,
-) -> float:
-    """Return the least lower bound over all settings and primitives; `placed_freely`: of plans that place blocks
-    themselves; `constraints`: of plans that keep them."""
-    return min(
-        pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
-        if setting.cluster.num_stages > 1
-        else lower_bound(
-            sequences,
-            cluster=setting.cluster,
-            cost=setting.cost,
-            primitives=tuple(Primitive),
-            placed_freely=placed_freely,
-            constraints=constraints,
-        )
-        for setting in settings
+def bound_s(sequences: Batch, *, setting: Setting, placed_freely: bool, constraints: HostConstraints) -> float:
+    """Return the lower bound under a setting, over all primitives; `placed_freely`: of plans that place blocks
+    themselves; `constraints`: of plans that keep them.
+
+    Raises:
+        InfeasiblePlanError: No permitted group holds a sequence.
+    """
+    if setting.cluster.num_stages > 1:
+        return pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
+    return lower_bound(
+        sequences,
+        cluster=setting.cluster,
+        cost=setting.cost,
+        primitives=tuple(Primitive),
+        placed_freely=placed_freely,
+        constraints=constraints,
     )
 
 

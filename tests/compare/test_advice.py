@@ -72,7 +72,7 @@ def exhaustive(advisor: Advisor, name: str, layout: ParallelLayout) -> float | N
     """Simulated seconds of the best setting by prediction; None without a plan."""
     candidate = advisor.candidate(name, layout)
     try:
-        _, setting = candidate.predictions(name)[0]
+        _, setting = candidate.predictions(name, limit_s=float("inf"))[0]
         return candidate.simulated(name, setting, log=lambda _: None, check=True).iteration_s
     except InfeasiblePlanError:
         return None
