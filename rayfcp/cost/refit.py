@@ -185,7 +185,7 @@ class _Columns:
         """Seconds of states of recurrent layers and of groups that the host bounds, which no coefficient explains, by
         observation."""
         if cost.host_s:
-            return self.seconds(cost) - self.rows(cost, unit=cost).sum(axis=1)
+            return np.asarray(self.seconds(cost) - self.rows(cost, unit=cost).sum(axis=1))
         if cost.scan is None:
             return np.zeros(self._num_observations)
         more_s = self._seconds(cost) - self._seconds(cost.without_states())
