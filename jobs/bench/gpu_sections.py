@@ -200,11 +200,15 @@ def profile(bench: Bench) -> Found:
             )
             text = Path(done.hardware_path).read_text()
         measured = done.measured
+        for note in measured.fit.notes:
+            bench.log(note)
         found[name or "tiny"] = {
             "hardware_yaml": text,
             "passes": [asdict(each) for each in measured.passes],
             "held_out": measured.held_out,
             "fit_error": measured.fit.mean_error,
+            "notes": measured.fit.notes,
+            "cost": asdict(measured.fit.cost),
             "held_out_error": measured.held_out_error,
             "simulation_error": done.simulation_error,
         }

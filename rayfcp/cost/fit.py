@@ -16,6 +16,7 @@ from scipy.optimize import nnls
 from rayfcp.cost.analytic import attention_passes, recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
+from rayfcp.cost.shown import is_bound, kept_where_hidden, with_host, with_rounds
 from rayfcp.values import (
     BatchPlan,
     EncoderShare,
@@ -356,10 +357,12 @@ ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A cost model and the mean of |predicted - measured| / measured over the timings that it was fitted to."""
+    """A cost model and the mean of |predicted - measured| / measured over the timings that it was fitted to. `notes`:
+    which passes the host bounds, and which coefficients no pass shows."""
 
     cost: CostModel
     mean_error: float
+    notes: tuple[str, ...] = ()
 
 
 def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[float] = OVERLAPS) -> Fit:
@@ -384,11 +387,13 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
         raise ValueError(
             f"timings of degree 1 are {len(local)}, must be at least {least} and positive; measure more shapes"
         )
-    start = _fit_local(
-        cost.with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0, reduce_exposed_s=0.0), cost, local=local
-    )
-    exchanges = [timing for timing in timings if timing.degree > 1 and timing.primitive is Primitive.ULYSSES]
-    rings = [timing for timing in timings if timing.degree > 1 and timing.primitive is Primitive.RING]
+    base = cost.with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0, reduce_exposed_s=0.0)
+    start = with_host(cost, local, fit_device=lambda passes: _fit_local(base, cost, local=passes))
+    start = with_rounds(start, [each for each in timings if each.degree > 1 and each.primitive is Primitive.RING])
+    bound = [timing for timing in timings if is_bound(start, timing)]
+    linked = [timing for timing in timings if timing.degree > 1 and timing not in bound]
+    exchanges = [timing for timing in linked if timing.primitive is Primitive.ULYSSES]
+    rings = [timing for timing in linked if timing.primitive is Primitive.RING]
     fits = [start]
     if rings:
         fits = [each for overlap in overlaps for each in _fit_links(start.with_coefficients(overlap=overlap), rings)]
@@ -398,7 +403,24 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
         if best.ulysses_intra_s_per_token == 0.0:  # nothing that moves bytes is free
             least_s = MIN_SHARE * cost.ulysses_intra_s_per_token
             best = best.with_coefficients(ulysses_intra_s_per_token=least_s, ulysses_inter_s_per_token=least_s)
-    return Fit(cost=best, mean_error=mean_error(best, timings))
+    best, kept = kept_where_hidden(best, cost, timings=timings)
+    notes = _notes(best, num_bound=len(bound), num_timings=len(timings), kept=kept)
+    return Fit(cost=best, mean_error=mean_error(best, timings), notes=notes)
+
+
+def _notes(cost: CostModel, *, num_bound: int, num_timings: int, kept: Sequence[str]) -> tuple[str, ...]:
+    notes = []
+    if num_bound:
+        pass_ms, round_ms = 1e3 * cost.host_s, 1e3 * cost.host_s_per_round
+        notes.append(
+            f"{num_bound} of {num_timings} passes are bound by the host, which enqueues a pass in {pass_ms:.4g} ms and "
+            f"a further round of a ring in {round_ms:.4g} ms; what the device takes is fitted to the others"
+        )
+    if kept:
+        notes.append(
+            f"{', '.join(kept)}: analytic, since no pass shows more of it than noise; time more tokens to measure it"
+        )
+    return tuple(notes)
 
 
 def _fit_local(start: CostModel, guess: CostModel, *, local: Sequence[Timing]) -> CostModel:

@@ -61,6 +61,13 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
             **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
         ),
     )
+    if cost.host_s_per_round:
+        enqueued_s = (ranks - 1) * cost.host_s_per_round
+        shares = cost.linear_forward, 1 - cost.linear_forward
+        first, second = (
+            each._replace(host_s=each.host_s + share * enqueued_s) for each, share in zip(passes, shares, strict=True)
+        )
+        passes = first, second
     scans = scans_of(cost, ranks, parts=RING_PARTS, crosses=crosses)
     return _with_states(cost, passes, scans, ranks=ranks) if scans else passes
 
@@ -182,6 +189,7 @@ def _computed(cost: "CostModel", ranks: Floats, *, attention: float, linear: flo
         "attention_s_per_token": per_pair * cost.attention_half_tokens * half,
         "linear_s_per_token": linear * cost.linear_s_per_token / ranks,
         "fixed_s": np.full_like(ranks, linear * cost.fixed_s),
+        "host_s": np.full_like(ranks, linear * cost.host_s),
     }
     return Terms(**(nothing_moves | computed))
 
@@ -232,6 +240,9 @@ class CostModel:
     `shares_links`: links between nodes carry shards at less than half the rate of links inside, so that messages wait
     for them (`_beside_shards`); `head_s_per_token` is the part of `linear_s_per_token` that hides neither, 0 elsewhere.
 
+    Host: it enqueues all layers in `host_s`, and every further round of a ring in `host_s_per_round`, beside the
+    device; 0 unless passes show it.
+
     `recomputed_layers` run forward again in backward, with `keeps_attention` without their attention, rounds and
     exchanges.
     """
@@ -272,6 +283,8 @@ class CostModel:
     layer_kinds: LayerKinds = ()
     scan: ScanCost | HeadsCost | None = None
     encoder: EncoderCost | None = None
+    host_s: float = 0.0
+    host_s_per_round: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -324,11 +337,12 @@ class CostModel:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
-        """From `dataclasses.asdict`, also after a round trip through JSON.
+        """From `dataclasses.asdict`, also after a round trip through JSON, and of files from before the host's seconds.
 
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
+        fields = {"host_s": 0.0, "host_s_per_round": 0.0, **fields}
         try:
             found = TypeAdapter(cls).validate_python(fields)
         except ValidationError as error:
@@ -514,7 +528,7 @@ def group_speeds(groups: Iterable[Sequence[int]], *, cluster: ClusterSpec) -> Fl
 def idle_passes_s(cost: CostModel, *, cluster: ClusterSpec) -> Floats:
     """Forward and backward seconds of the slowest rank in a microbatch without tokens."""
     slowest = float(speeds_of(cluster).min())
-    return np.array([float(terms.fixed_s) / slowest for terms in cost.terms(1.0)])
+    return np.array([max(float(terms.fixed_s) / slowest, float(terms.host_s)) for terms in cost.terms(1.0)])
 
 
 def slowed(cost: CostModel, *, speed: float) -> CostModel:

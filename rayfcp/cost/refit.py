@@ -114,6 +114,7 @@ class Refit:
         Raises:
             ValueError: seconds that are not positive and finite, or no groups.
         """
+        observations = _by_device(observations, self.profiled)
         if not observations:
             return self
         for index, each in enumerate(observations):
@@ -122,11 +123,10 @@ class Refit:
                     f"observation {index} has {len(each.groups)} groups in {each.seconds} s, must have at least 1 in "
                     "more than 0 s; leave it out"
                 )
-        information = FORGETTING * np.array(self.information)
-        moment = FORGETTING * np.array(self.moment)
+        information, moment = FORGETTING * np.array(self.information), FORGETTING * np.array(self.moment)
         columns = _Columns(observations)
         expected_s = columns.rows(self.profiled, unit=self.profiled).sum(axis=1)
-        targets = np.array([each.seconds for each in observations]) - columns.states_s(self.profiled)
+        targets = np.array([each.seconds for each in observations]) - columns.unexplained_s(self.profiled)
         targets = np.maximum(targets, 0.0) / expected_s
         cost, usual = self.cost, self.usual_error
         weights = np.ones(len(observations))
@@ -181,12 +181,20 @@ class _Columns:
                 rows[:, column] = np.bincount(self._owners, slope_s, minlength=self._num_observations)
         return rows
 
-    def states_s(self, cost: CostModel) -> Floats:
-        """Seconds that states of recurrent layers take, which no coefficient explains, by observation."""
+    def unexplained_s(self, cost: CostModel) -> Floats:
+        """Seconds of states of recurrent layers and of groups that the host bounds, which no coefficient explains, by
+        observation."""
+        if cost.host_s:
+            return np.asarray(self.seconds(cost) - self.rows(cost, unit=cost).sum(axis=1))
         if cost.scan is None:
             return np.zeros(self._num_observations)
         more_s = self._seconds(cost) - self._seconds(cost.without_states())
         return np.bincount(self._owners, more_s, minlength=self._num_observations).astype(np.float64)
+
+    def seconds(self, cost: CostModel) -> Floats:
+        """Seconds of observations by a cost model."""
+        each_s = self._seconds(cost)
+        return np.bincount(self._owners, each_s, minlength=self._num_observations).astype(np.float64)
 
     def _seconds(self, cost: CostModel) -> Floats:
         seconds = np.zeros(len(self._pairs))
@@ -201,6 +209,15 @@ class _Columns:
                     num_sequences=self._sequences[at],
                 )
         return seconds
+
+
+def _by_device(observations: Sequence[Observation], cost: CostModel) -> Sequence[Observation]:
+    """Those of which coefficients explain at least half: passes that the host bounds say nothing about the device."""
+    if not cost.host_s or not observations:
+        return observations
+    columns = _Columns(observations)
+    shown = columns.rows(cost, unit=cost).sum(axis=1) >= columns.seconds(cost) / 2
+    return [each for each, is_shown in zip(observations, shown, strict=True) if is_shown]
 
 
 def _solve(information: Floats, moment: Floats, *, error: float) -> Floats:

@@ -251,6 +251,7 @@ def profile_table(profiled: Profiled) -> str:
     rows.append(
         ("simulator", f"{profiled.simulation_error:.1%} mean error over all passes, with the measured hardware")
     )
+    rows += [("note", note) for note in measured.fit.notes]
     rows += [("profile", str(profiled.profile_path)), ("hardware", str(profiled.hardware_path))]
     return "\n".join(f"  {label:<15} {text}" for label, text in rows)
 
@@ -318,6 +319,8 @@ class StartCosts:
             primitives=config.plan.primitives,
             model=self._model,
         )
+        for note in measured.fit.notes:
+            self._log(note)
         try:
             write_measured(self.profile_path, measured, about=about)
         except OSError as error:  # no reason to end a run, which does not need it

@@ -155,7 +155,8 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
     held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
     fitted = [timing for at, timing in enumerate(passes) if at not in held_out]
     text = [timing for timing in fitted if not timing.num_images]
-    cost = fit_cost(guess, text, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,)).cost
+    fit = fit_cost(guess, text, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
+    cost = fit.cost
     if cost.linear_s_per_token == 0.0 and cost.attention_s_per_pair == 0.0:
         # A noisy machine yields coefficients of 0: plans with free computation are useless.
         cost = cost.with_coefficients(
@@ -163,7 +164,8 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
             attention_s_per_pair=LEAST_SHARE * guess.attention_s_per_pair,
         )
     cost = _with_encoder(_with_stages(cost, guess), guess, passes=passes)
-    return MeasuredCost(fit=Fit(cost=cost, mean_error=mean_error(cost, fitted)), passes=passes, held_out=held_out)
+    fit = dataclasses.replace(fit, cost=cost, mean_error=mean_error(cost, fitted))
+    return MeasuredCost(fit=fit, passes=passes, held_out=held_out)
 
 
 def _with_encoder(fitted: CostModel, guess: CostModel, *, passes: Sequence[Timing]) -> CostModel:
@@ -215,6 +217,7 @@ def write_measured(path: Path, measured: MeasuredCost, *, about: dict[str, Any],
         "about": about,
         "cost": dataclasses.asdict(cost),
         "mean_error": measured.fit.mean_error,
+        "notes": measured.fit.notes,
         "held_out_error": measured.held_out_error if measured.held_out else None,
         "passes": [
             dataclasses.asdict(each) | {"predicted_s": predicted_s(cost, each), "fitted": at not in measured.held_out}

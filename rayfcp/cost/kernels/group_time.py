@@ -40,6 +40,7 @@ class Terms(NamedTuple):
     head_s_per_token: Floats
     apart: Floats
     shards_s: Floats
+    host_s: Floats
 
     def at_speed(self, speed: npt.ArrayLike) -> "Terms":
         """Terms on a rank of `speed` times the usual speed: attention, linear layers and the fixed seconds take it
@@ -66,7 +67,8 @@ class Terms(NamedTuple):
 
     def lines(self) -> tuple[Plane, ...]:
         """The planes (s per pair, s per token, s) of which `pass_s`, but for `states_s_per_sequence`, is the largest
-        where all tokens move: three, or eight beside `shards_s`."""
+        where all tokens move: three and that of the host, if it takes any, or more beside
+        `shards_s`."""
         pair, token, overlap = self.attention_s_per_pair, self.attention_s_per_token, self.overlap
         computed = token + self.linear_s_per_token
         moved = computed + self.moved_s_per_token
@@ -85,6 +87,8 @@ class Terms(NamedTuple):
                 alone_s - overlap * self.edges_s,
             ),
         ]
+        if np.any(self.host_s):
+            planes.append((0 * pair, 0 * pair, self.host_s))
         if np.any(self.shards_s):
             planes = self._beside_shards(planes)
         return tuple((each, per + self.states_s_per_token, s + self.states_s) for each, per, s in planes)
@@ -125,13 +129,16 @@ def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
     - `cover` x attention: the first piece is computed when nothing moves yet, or the last when nothing moves any more;
     - `steady` x attention + edges, edges = tokens x `edges_s_per_token` + `edges_s`: first and last rounds move less
       than those between, beside attention that they do not fill.
+
+    The host enqueues all that in `host_s` meanwhile; the pass takes no less.
     """
     attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
     moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
     can_hide_s = moved_s - (terms.tail_s_per_token * moved_tokens + terms.tail_s)
     steady_s = terms.steady * attention_s + terms.edges_s_per_token * moved_tokens + terms.edges_s
     hidden_s = np.minimum(can_hide_s, np.minimum(terms.cover * attention_s, steady_s))
-    return attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+    device_s = attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+    return np.maximum(device_s, terms.host_s)
 
 
 def recurrent_s(terms: Any, usual_s: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:

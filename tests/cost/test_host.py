@@ -1,0 +1,113 @@
+"""Fits of a synthetic machine whose host bounds small passes: host and device come back apart."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from rayfcp.cost.fit import PassShape, Timing, few_shapes, fit_cost, many_shapes
+from rayfcp.cost.model import CostModel
+from rayfcp.cost.refit import GroupWork, Observation, Refit
+from tests.plan.helpers import UNIT
+
+GUESS = dataclasses.replace(
+    UNIT,
+    attention_s_per_pair=2e-10,
+    linear_s_per_token=1e-5,
+    fixed_s=5e-3,
+    ring_intra_s_per_token=1e-6,
+    ring_inter_s_per_token=1e-6,
+    ring_s_per_round=1e-3,
+    shard_s=0.0,
+    reduce_s=0.0,
+    exposed_s=0.0,
+    reduce_exposed_s=0.0,
+)
+DEVICE = GUESS.with_coefficients(attention_s_per_pair=4e-10, linear_s_per_token=2e-5, fixed_s=1e-2)
+HOSTED = dataclasses.replace(DEVICE, host_s=0.25, host_s_per_round=0.07)
+
+
+def timings_of(cost: CostModel, shapes: list[PassShape], *, noise: float, seed: int = 0) -> list[Timing]:
+    rng = np.random.default_rng(seed)
+    return [
+        Timing(
+            degree=each.degree,
+            num_tokens=each.num_tokens,
+            num_pairs=each.num_pairs,
+            seconds=float(cost.group_s(each.num_pairs, each.num_tokens, degree=each.degree))
+            * math.exp(rng.normal(0.0, noise)),
+        )
+        for each in shapes
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_host_and_device_come_back_apart(seed: int) -> None:
+    """Within 5 % for the host, within three standard errors of the passes that the device bounds for the device."""
+    noise, shapes = 0.02, many_shapes(4, max_tokens=65536)
+    timings = timings_of(HOSTED, shapes, noise=noise, seed=seed)
+    found = fit_cost(GUESS, timings, overlaps=(HOSTED.overlap,))
+    for name in ("host_s", "host_s_per_round"):
+        assert getattr(found.cost, name) == pytest.approx(getattr(HOSTED, name), rel=0.05), name
+    half = HOSTED.attention_half_tokens / 2
+    rows = [
+        np.array([1.0, each.num_tokens, each.num_pairs + half * each.num_tokens]) / each.seconds
+        for each in timings
+        if each.degree == 1 and each.seconds > 1.1 * HOSTED.host_s
+    ]
+    errors = noise * np.sqrt(np.diag(np.linalg.inv(np.array(rows).T @ np.array(rows))))
+    for name, error in zip(("linear_s_per_token", "attention_s_per_pair"), errors[1:], strict=True):
+        assert error < 0.1 * getattr(HOSTED, name), "passes show it"
+        assert getattr(found.cost, name) == pytest.approx(getattr(HOSTED, name), abs=3 * error), name
+    assert found.mean_error < 0.03
+    assert "passes are bound by the host" in found.notes[0]
+
+
+def test_a_machine_without_such_a_host_has_none() -> None:
+    shapes = many_shapes(4, max_tokens=65536)
+    for seed, noise in enumerate((0.0, 0.02, 0.1)):
+        found = fit_cost(GUESS, timings_of(DEVICE, shapes, noise=noise, seed=seed), overlaps=(1.0,))
+        assert (found.cost.host_s, found.cost.host_s_per_round) == (0.0, 0.0)
+        assert not any("host" in note for note in found.notes)
+
+
+def test_what_no_pass_shows_stays_analytic() -> None:
+    """Bytes of 64 tokens on a ring are nothing beside noise: rings are not free for that."""
+    timings = timings_of(dataclasses.replace(DEVICE, overlap=0.0), few_shapes(4, max_tokens=64), noise=0.05)
+    found = fit_cost(GUESS, timings, overlaps=(0.0,))
+    for name in ("ring_intra_s_per_token", "ring_inter_s_per_token"):
+        assert getattr(found.cost, name) == getattr(GUESS, name)
+    assert any("ring_intra_s_per_token" in note and "analytic" in note for note in found.notes)
+
+
+def test_steps_teach_the_device_and_leave_the_host() -> None:
+    """Groups that the host bounds say nothing; of the others the device is learned."""
+    works = [GroupWork(num_tokens=n, num_pairs=n * (n + 1) / 2) for n in (64, 256, 1024, 30000, 50000, 80000)]
+    slower = HOSTED.with_coefficients(linear_s_per_token=1.5 * HOSTED.linear_s_per_token)
+    observations = [
+        Observation(groups=(each,), seconds=float(slower.group_s(each.num_pairs, each.num_tokens, degree=1)))
+        for each in works
+    ]
+    refit = Refit.start(HOSTED)
+    for _ in range(20):
+        refit = refit.after(observations)
+    assert refit.cost.host_s == HOSTED.host_s
+    assert refit.cost.linear_s_per_token == pytest.approx(slower.linear_s_per_token, rel=0.05)
+    assert refit.after(observations[:3]) == refit
+
+
+def test_a_pass_takes_no_less_than_its_host() -> None:
+    tokens, pairs = np.array([1.0, 1e5]), np.array([1.0, 5e9])
+    by_host, by_device = (cost.group_s(pairs, tokens, degree=4) for cost in (HOSTED, DEVICE))
+    assert by_host[0] == pytest.approx(0.25 + 3 * 0.07) and by_host[0] > by_device[0]
+    assert by_host[1] == by_device[1]
+    for each in HOSTED.terms(np.array([1.0, 4.0])):
+        planes = np.array([pair * 1.0 + token * 1.0 + s for pair, token, s in each.lines()])
+        assert planes.max(axis=0) == pytest.approx(each.seconds(1.0, 1.0))
+
+
+def test_profiles_from_before_are_read() -> None:
+    fields = dataclasses.asdict(GUESS)
+    del fields["host_s"], fields["host_s_per_round"]
+    assert CostModel.of_fields(fields) == GUESS
