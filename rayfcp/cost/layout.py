@@ -83,6 +83,9 @@ def layout_passes(
     hold = layout.pacing.num_buffers if layout.pacing else HOLD
     linear_s = (cost.linear_s_per_token * work.tokens + cost.fixed_s) / speeds_of(cluster)
     forward_s, backward_s = passes_s(rounds, linear_s, hold=hold, cost=cost)
+    host_s = cost.host_s + len(np.unique(rounds.phase)) * cost.host_s_per_round
+    forward_s = max(forward_s, cost.linear_forward * host_s)
+    backward_s = max(backward_s, (1 - cost.linear_forward) * host_s)
     states_s = _states_s(layout, cluster=cluster, cost=cost)
     return forward_s + states_s[0], backward_s + states_s[1]
 

@@ -386,6 +386,8 @@ class CostModel:
             ulysses_intra_s_per_token=passes * self.ulysses_intra_s_per_token,
             ulysses_inter_s_per_token=passes * self.ulysses_inter_s_per_token,
             ulysses_s=passes * self.ulysses_s,
+            host_s=linear * self.host_s,
+            host_s_per_round=linear * self.host_s_per_round,
             expansion_s_per_token=self.expansion_s_per_token / (1 + EXPANSION_BACKWARD),
             head_s_per_token=self.head_s_per_token / (1 + self.linear_backward),
             shard_s=GATHERED_FORWARD * self.shard_s,

@@ -6,10 +6,12 @@ import math
 import numpy as np
 import pytest
 
+from rayfcp import plan_batch
 from rayfcp.cost.fit import PassShape, Timing, few_shapes, fit_cost, many_shapes
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.refit import GroupWork, Observation, Refit
-from tests.plan.helpers import UNIT
+from rayfcp.values import ClusterSpec
+from tests.plan.helpers import UNIT, batch_of
 
 GUESS = dataclasses.replace(
     UNIT,
@@ -111,3 +113,15 @@ def test_profiles_from_before_are_read() -> None:
     fields = dataclasses.asdict(GUESS)
     del fields["host_s"], fields["host_s_per_round"]
     assert CostModel.of_fields(fields) == GUESS
+
+
+def test_passes_without_backward_have_their_share_of_the_host() -> None:
+    whole = HOSTED.terms(4.0)[0].host_s
+    assert sum(each.host_s for each in HOSTED.forward_only().terms(4.0)) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("strategy", ["flex-ring", "flex-block", "magi", "auto"])
+def test_no_strategy_is_faster_than_the_host(strategy: str) -> None:
+    cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=65536)
+    plan = plan_batch(batch_of([3000, 2000, 500, 100, 100]), cluster=cluster, cost=HOSTED, strategy=strategy)
+    assert plan.predicted_s >= HOSTED.host_s
