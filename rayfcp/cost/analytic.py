@@ -113,6 +113,17 @@ def recomputed_flops(model: ModelProfile, *, again: int) -> tuple[float, float]:
     return attention, linear + model.linear_flops_of(model.every_layer[:again]) + _expansion_flops(model)
 
 
+def half_flops(model: ModelProfile, *, again: int) -> float:
+    """FLOPs of linear layers that each of `linear_half_tokens` adds to a microbatch: those of a token that passes all
+    experts, forward and backward, of which `again` layers run forward once more.
+
+    Each of E experts computes its t k / E of a rank's t tokens as if it had `linear_half_tokens` more, in which its
+    weights are read. All experts together take as long as t + `linear_half_tokens` E / k tokens.
+    """
+    idle = [each.idle_flops for each in model.every_layer]
+    return recomputed_flops(model, again=again)[1] + (1 + model.linear_backward) * sum(idle) + sum(idle[:again])
+
+
 def _expansion_flops(model: ModelProfile) -> int:
     """Forward FLOPs in all layers of expanding what travelled of one token to keys and values of all heads."""
     return sum(each.expansion_flops for each in model.every_layer)
@@ -148,11 +159,11 @@ def coefficients(
     again = recomputed_layers
     attention_flops, linear_flops = recomputed_flops(model, again=again)
     attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
-    linear_s_per_token = linear_flops / linear_rate
+    half_s = hardware.linear_half_tokens * half_flops(model, again=again) / linear_rate
     return {
         "attention_s_per_pair": attention_flops / attention_rate,
-        "linear_s_per_token": linear_s_per_token,
-        "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
+        "linear_s_per_token": linear_flops / linear_rate,
+        "fixed_s": hardware.microbatch_overhead_s + half_s,
         "attention_half_tokens": hardware.attention_half_tokens,
         "overlap": hardware.overlap,
         "attention_forward": 1 / (1 + ATTENTION_BACKWARD + _repeated(model, again)),

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rayfcp.cost.analytic import attention_passes, recomputed_flops, ring_bytes
+from rayfcp.cost.analytic import attention_passes, half_flops, recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.shown import is_bound, kept_where_hidden, with_host, with_rounds
@@ -530,7 +530,8 @@ def measured_hardware(
     attention_rate = attention_flops / cost.attention_s_per_pair if cost.attention_s_per_pair > 0 else 0.0
     linear_rate = linear_flops / cost.linear_s_per_token
     peak_flops = max(peak_flops, attention_rate, linear_rate)
-    half_tokens = min(linear_half_tokens, cost.fixed_s / cost.linear_s_per_token)
+    half_s = half_flops(model, again=cost.recomputed_layers) / linear_rate  # of each of the half tokens
+    half_tokens = min(linear_half_tokens, cost.fixed_s / half_s)
     return replace(
         base,
         name=name,
@@ -538,7 +539,7 @@ def measured_hardware(
         memory_bytes=memory_bytes,
         linear_efficiency=linear_rate / peak_flops,
         attention_efficiency=attention_rate / peak_flops or base.attention_efficiency,
-        microbatch_overhead_s=max(0.0, cost.fixed_s - half_tokens * cost.linear_s_per_token),
+        microbatch_overhead_s=max(0.0, cost.fixed_s - half_tokens * half_s),
         dtype_bytes=bytes_per_element,
         overlap=cost.overlap,
         attention_half_tokens=cost.attention_half_tokens,

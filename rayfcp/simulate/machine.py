@@ -19,7 +19,8 @@ class Machine:
 
     Attention over q queries and k keys takes q k + `half_tokens` max(q, k) pairs' time, over a causal square of
     n tokens n (n + 1) / 2 + `half_tokens` n / 2: that is 1 + `half_tokens` / min(q, k) as long per pair. Linear
-    layers over n tokens take the time of n + `linear_half_tokens`. Every device has a port each way inside the node
+    layers over n tokens take the time of n + `linear_half_tokens`, and experts that of n k / E + `linear_half_tokens`
+    each, for k of E by token. Every device has a port each way inside the node
     and one between nodes, every node shares an uplink and a downlink. Numbers wider than the profile's
     run at proportionally less than its peak (as in `CostModel.from_profiles`). Computation of a device of rank r, the
     overhead of a microbatch included, takes 1 / `speed_of_rank[r]` of these seconds.
@@ -101,6 +102,10 @@ class Machine:
     def repeated_s_per_token(self, shape: LayerProfile) -> float:
         """Seconds of a token in a recomputed layer that has kept its attention and the states of its recurrence."""
         return self.model.linear_flops_of([shape]) / self._linear_flops
+
+    def idle_s_per_token(self, shape: LayerProfile) -> float:
+        """Seconds of a token in the experts that it does not pass: each of these takes half tokens as well."""
+        return shape.idle_flops / self._linear_flops
 
     def _matmul_flops(self, shape: LayerProfile) -> int:
         return self.model.linear_flops_of([shape]) - shape.token_flops

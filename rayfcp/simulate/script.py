@@ -145,7 +145,9 @@ class ScriptWriter:
             if attends:
                 self._layer(microbatch, number=number - len(machine.shapes), recorded=False)
             else:
-                self.linear(microbatch, machine.repeated_s_per_token(self._shape(number)))
+                shape = self._shape(number)
+                idle_s = machine.idle_s_per_token(shape)
+                self.linear(microbatch, machine.repeated_s_per_token(shape), idle_s=idle_s)
             one(number, recorded)
 
         if plain:
@@ -195,22 +197,28 @@ class ScriptWriter:
         return gathers[-1]
 
     def _layer(self, microbatch: int, *, number: int, recorded: bool, backward: bool = False) -> None:
-        """A layer's linear work before attention, attention, and that after it; in backward the other way round."""
-        shape = self._shape(number)
-        linear_s, share = self.machine.linear_s_per_token(shape), self.machine.before_share(shape)
-        first, second = share, 1 - share
+        """A layer's linear work before attention, attention, and that after it, experts included; in backward the other
+        way round."""
+        machine, shape = self.machine, self._shape(number)
+        share, idle_s = machine.before_share(shape), machine.idle_s_per_token(shape)
         if backward:
-            linear_s, first, second = self.machine.linear_backward_s(shape), second, first
-        self.linear(microbatch, linear_s * first)
-        self.attend(number, recorded=recorded)
-        self.linear(microbatch, linear_s * second)
+            linear_s, idle_s = machine.linear_backward_s(shape), machine.model.linear_backward * idle_s
+            self.linear(microbatch, linear_s * (1 - share), idle_s=idle_s)
+            self.attend(number, recorded=recorded)
+            self.linear(microbatch, linear_s * share)
+        else:
+            linear_s = machine.linear_s_per_token(shape)
+            self.linear(microbatch, linear_s * share)
+            self.attend(number, recorded=recorded)
+            self.linear(microbatch, linear_s * (1 - share), idle_s=idle_s)
 
     def _shape(self, number: int) -> LayerProfile:
         """The shape of the layers of a pass."""
         return self.machine.shapes[number % len(self.machine.shapes)]
 
-    def linear(self, microbatch: int, s_per_token: float) -> None:
-        base_s = s_per_token * self.machine.hardware.linear_half_tokens
+    def linear(self, microbatch: int, s_per_token: float, *, idle_s: float = 0.0) -> None:
+        """Linear work of a token, beside `idle_s` of it in experts that it does not pass."""
+        base_s = (s_per_token + idle_s) * self.machine.hardware.linear_half_tokens
         self.operations.append((COMPUTE, microbatch, base_s, s_per_token, 0))
 
     def attend(self, number: int, *, recorded: bool) -> None:

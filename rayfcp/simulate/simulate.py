@@ -195,8 +195,10 @@ def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, h
     passes = _passes(machine, np.where(kept, 0, again))
     exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
     attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
-    linear_s = _linear_s(machine, again) + last * machine.head_s_per_token * (1 + machine.model.linear_backward)
-    compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
+    linear_s, idle_s = _linear_s(machine, again)
+    linear_s = linear_s + last * machine.head_s_per_token * (1 + machine.model.linear_backward)
+    half_s = (linear_s + idle_s) * machine.hardware.linear_half_tokens
+    compute_s = attend_s + (linear_s * held + half_s) * machine.slowness
     moved = traffic.message_bytes * np.concatenate((passes, exchanges))[traffic.message_pass, traffic.messages.source]
     in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.shapes))
     in_exchanges = np.arange(len(exchanges)) // 2
@@ -216,17 +218,22 @@ def _loads(programs: Programs, *, machine: Machine, traffic: AttentionTraffic, h
     )
 
 
-def _linear_s(machine: Machine, again: Ints) -> Floats:
+def _linear_s(machine: Machine, again: Ints) -> tuple[Floats, Floats]:
     """`[microbatch, device]`: seconds per token of the linear work of a device's layers, of which the first `again` run
-    forward once more."""
+    forward once more, and of the same in experts that a token does not pass."""
     stages = []
     for stage in range(machine.num_stages):
         layers = machine.part(stage).layers
-        forward_s = [machine.linear_s_per_token(each) for each in layers]
-        whole_s = sum(forward_s) + sum(machine.linear_backward_s(each) for each in layers)
-        stages.append(whole_s + np.append(0.0, np.cumsum(forward_s)))
+        forward_s = np.array([(machine.linear_s_per_token(each), machine.idle_s_per_token(each)) for each in layers])
+        backward_s = [
+            (machine.linear_backward_s(each), machine.model.linear_backward * idle_s)
+            for each, idle_s in zip(layers, forward_s[:, 1], strict=True)
+        ]
+        whole_s = forward_s.sum(axis=0) + np.sum(backward_s, axis=0)
+        stages.append(whole_s + np.vstack([(0.0, 0.0), np.cumsum(forward_s, axis=0)]))
     device = np.arange(machine.num_devices)
-    return np.asarray([[stages[p // machine.num_ranks][row[p]] for p in device] for row in again])
+    found = np.asarray([[stages[p // machine.num_ranks][row[p]] for p in device] for row in again])
+    return found[..., 0], found[..., 1]
 
 
 def _rows(values: Floats) -> tuple[PerRank, ...]:

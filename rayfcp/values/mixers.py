@@ -408,6 +408,11 @@ class LayerProfile:
         return 2 * self.matmul_parameters + self.token_flops
 
     @property
+    def idle_flops(self) -> int:
+        """Forward FLOPs of a token in the experts that it does not pass."""
+        return 2 * (self.parameters - self.matmul_parameters)
+
+    @property
     def expansion_flops(self) -> int:
         return sum(each.expansion_flops for each in self.mixers)
 

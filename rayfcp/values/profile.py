@@ -313,7 +313,8 @@ class HardwareProfile:
     is the share of communication that can hide behind attention: 0 where the same cores do both.
 
     A kernel over n tokens reaches n / (n + half) of its efficiency: `attention_half_tokens` for the
-    shorter side of one (query, key) block, `linear_half_tokens` for the tokens of a rank in a microbatch.
+    shorter side of one (query, key) block, `linear_half_tokens` for the tokens of a rank in a microbatch that pass
+    one matrix: of all of them, or of those that an expert gets.
     `node_uplink_bandwidth`: all ranks of a node together, per direction (0: the sum of its ranks' own links).
     `collective_intra_s`, `collective_inter_s`: latency that each hop inside a node and between nodes adds to a gather
     or reduction of shards, which takes `latency_s` beside them (both 0: such collectives have no latency).

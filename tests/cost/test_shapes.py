@@ -22,7 +22,7 @@ from rayfcp.cost.fit import (
 )
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.program import lower
-from rayfcp.values import Primitive
+from rayfcp.values import ModelProfile, Primitive
 from rayfcp.verify import check_programs
 from tests.cost.test_fit import timing_of
 from tests.examples import examples
@@ -99,12 +99,15 @@ def test_the_slowest_rank_counts() -> None:
     factors=st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5),
     recomputed=st.integers(0, 28),
     peak=st.floats(1e9, 1e15),
+    model=st.sampled_from([MODEL, model_profile("qwen3-30b-a3b")]),
 )
-def test_a_measured_profile_gives_back_its_coefficients(factors: list[float], recomputed: int, peak: float) -> None:
+def test_a_measured_profile_gives_back_its_coefficients(
+    factors: list[float], recomputed: int, peak: float, model: ModelProfile
+) -> None:
     """`CostModel.from_profiles` on the profile is what was measured, whatever peak the efficiencies refer to."""
     base = hardware_profile("cpu")
     keep = {"num_ranks": 1, "recomputed_layers": recomputed, "bytes_per_element": 4, "reduce_every": "step"}
-    guess = CostModel.from_profiles(MODEL, base, **keep)
+    guess = CostModel.from_profiles(model, base, **keep)
     names = ("attention_s_per_pair", "linear_s_per_token", "fixed_s", "ring_intra_s_per_token", "ring_s_per_round")
     cost = guess.with_coefficients(
         ranks_per_node=64,
@@ -114,14 +117,14 @@ def test_a_measured_profile_gives_back_its_coefficients(factors: list[float], re
     hardware = measured_hardware(
         base,
         cost,
-        model=MODEL,
+        model=model,
         name="mine",
         peak_flops=peak,
         memory_bytes=1 << 30,
         bytes_per_element=4,
         linear_half_tokens=33.0,
     )
-    again = CostModel.from_profiles(MODEL, hardware, **keep)
+    again = CostModel.from_profiles(model, hardware, **keep)
     for name in (*names, "attention_half_tokens", "overlap", "ranks_per_node"):
         assert getattr(again, name) == pytest.approx(getattr(cost, name), rel=1e-9), name
     assert hardware.linear_efficiency <= 1 and hardware.attention_efficiency <= 1

@@ -13,13 +13,14 @@ from tests.masks import specs
 from tests.simulate.helpers import MODEL, cost_of, exposed_sharding_s, lone_group, machine, plan_of, root_parameters
 
 ADAPTED = replace(MODEL, adapter=AdapterProfile(layer_parameters=1_500, token_elements=64))
+EXPERTS = replace(MODEL, num_experts=8, experts_per_token=2, shared_ffn_size=96)
 THIN = replace(MODEL, hidden_size=1, ffn_size=1, vocab_size=1)
 """Next to no parameters, so that shards are not seen."""
 
 
 @pytest.mark.parametrize(("recomputed_layers", "keeps"), [(0, False), (1, False), (4, False), (3, True)])
 @pytest.mark.parametrize("half_tokens", [0.0, 37.0])
-@pytest.mark.parametrize("model", [MODEL, ADAPTED])
+@pytest.mark.parametrize("model", [MODEL, ADAPTED, EXPERTS, replace(EXPERTS, adapter=ADAPTED.adapter)])
 def test_one_rank_takes_what_the_cost_model_says(
     recomputed_layers: int, keeps: bool, half_tokens: float, model: ModelProfile
 ) -> None:
@@ -31,6 +32,27 @@ def test_one_rank_takes_what_the_cost_model_says(
     timeline = simulate(lower(plan, sequences), model=model, hardware=hardware)
     assert timeline.iteration_s == pytest.approx(plan.predicted_s, rel=1e-9)
     assert timeline.breakdown.compute == pytest.approx(timeline.iteration_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(("recomputed_layers", "times"), [(0, 3), (3, 3 + 3 / 4)])
+def test_a_microbatch_reads_the_weights_of_all_experts(recomputed_layers: int, times: float) -> None:
+    """Eight experts with 50 half tokens each take as long as 50 x 8 / 2 tokens of two experts, whatever the tokens."""
+    hardware, half = machine(linear_half_tokens=50.0, microbatch_overhead_s=0.0), 50.0
+    experts = EXPERTS.num_layers * 3 * EXPERTS.hidden_size * EXPERTS.ffn_size * EXPERTS.num_experts
+    active = experts / EXPERTS.num_experts * EXPERTS.experts_per_token
+    others = EXPERTS.linear_flops_of(EXPERTS.every_layer) / 2 - active
+    head = 3 * EXPERTS.head_parameters
+    rate = hardware.peak_flops * hardware.linear_efficiency
+    cost = cost_of(hardware, num_ranks=1, recomputed_layers=recomputed_layers, model=EXPERTS)
+    assert cost.fixed_s == pytest.approx(2 * half * (times * (others + experts) + head) / rate)
+    assert cost.linear_s_per_token == pytest.approx(2 * (times * (others + active) + head) / rate)
+    for size in (1, 1001):
+        sequences = specs([size])
+        plan = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=size), cost=cost)
+        timeline = simulate(lower(plan, sequences), model=EXPERTS, hardware=hardware)
+        pairs_s = cost.attention_s_per_pair * size * (size + 1) / 2
+        assert timeline.breakdown.compute == pytest.approx(cost.fixed_s + size * cost.linear_s_per_token + pairs_s)
+        assert timeline.loads.compute_s[0][0] == pytest.approx(timeline.breakdown.compute)
 
 
 def test_frozen_weights_have_no_gradients_to_compute_or_to_reduce() -> None:
