@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         help_text = f"{what}; auto: search for the best (default: CONFIG's, or 1)"
         needed.add_argument(option, type=positive_or_auto, metavar=metavar, help=help_text)
-    _add_batches(needed)
+    _add_batches(needed.add_argument)
     names, staged = ",".join(DEFAULT_STRATEGIES), ",".join(STAGED_STRATEGIES)
     needed.add_argument(
         "--strategies",
@@ -177,23 +177,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_planning_and_output(parser)
 
 
-def _add_batches(needed: argparse._ArgumentGroup) -> None:
-    needed.add_argument(
-        "--global-batch", type=positive, metavar="B", help="sequences per global batch (default: CONFIG's)"
-    )
-    needed.add_argument(
+def _add_batches(add: Callable[..., Any]) -> None:
+    add("--global-batch", type=positive, metavar="B", help="sequences per global batch (default: CONFIG's)")
+    add(
         "--batches",
         type=positive,
         metavar="K",
         help=f"number of global batches (default: {DEFAULT_BATCHES}, or as many as the lengths fill)",
     )
-    needed.add_argument(
+    add(
         "--max-seqlen",
         type=positive,
         metavar="L",
         help="cut longer sequences to L tokens (default: CONFIG's, or the longest)",
     )
-    needed.add_argument("--seed", type=not_negative, metavar="S", help="seed of the draw (default: CONFIG's, or 0)")
+    add("--seed", type=not_negative, metavar="S", help="seed of the draw (default: CONFIG's, or 0)")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
