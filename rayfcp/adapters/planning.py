@@ -144,13 +144,14 @@ def _on_device(model: ModelProfile, *, tensor_parallel: int, stages: int) -> Mod
 
 
 def _cost(own: ModelProfile, hardware: HardwareProfile, *, tensor_parallel: int, recomputed_layers: int) -> CostModel:
-    """Cost model of a device; gradients are reduced once a step, which is the same for all plans."""
+    """Cost model of a device; gradients are reduced once a step, which is the same for all plans. The host's bounds on
+    tokens stand for memory, whatever the degree."""
     if hardware.devices_per_node % tensor_parallel:
         raise ConfigError(
             f"tensor_parallel is {tensor_parallel}, must divide the {hardware.devices_per_node} devices of a node of "
             f"{hardware.name}; lower it"
         )
-    return CostModel.from_profiles(
+    found = CostModel.from_profiles(
         own,
         device_hardware(hardware, own, tensor_parallel=tensor_parallel),
         num_ranks=1,
@@ -159,6 +160,7 @@ def _cost(own: ModelProfile, hardware: HardwareProfile, *, tensor_parallel: int,
         reduce_every="step",
         gather_every="step",
     )
+    return dataclasses.replace(found, kv_growth=0.0)
 
 
 def _slowest(

@@ -91,7 +91,9 @@ class Blaster:
 
     def _ways(self, members: list[int], *, batch: Columns) -> Iterator[list[Draft]]:
         for degree, primitive in self._kinds:
-            yield from of_one_degree(members, degree=degree, primitive=primitive, batch=batch, cluster=self._cluster)
+            yield from of_one_degree(
+                members, degree=degree, primitive=primitive, batch=batch, cluster=self._cluster, cost=self._cost
+            )
 
     def _solved(self, part: HomogeneousMicrobatch, *, num_nodes: int, gaps: list[float]) -> list[Draft]:
         budget_tokens, num_ranks = self._cluster.max_tokens_per_rank, self._cluster.num_ranks
@@ -107,12 +109,14 @@ class Blaster:
             # half of the free memory, as the published solver has it
             max_rounded_tokens=(sum(lengths) + num_ranks * budget_tokens) / 2,
         )
-        slots = slots_of(buckets, degrees=self._kinds, num_ranks=num_ranks, cost=self._cost)
+        slots = slots_of(
+            buckets, degrees=self._kinds, num_ranks=num_ranks, budget_tokens=budget_tokens, cost=self._cost
+        )
         start = self._start(part, buckets, slots)
         if start is None:
             return part.drafts
         limit_s = makespan_of(slots, start) * (1 + 1e-9)
-        solved = Assignment(buckets, slots, num_ranks=num_ranks, budget_tokens=budget_tokens, limit_s=limit_s).solve(
+        solved = Assignment(buckets, slots, num_ranks=num_ranks, limit_s=limit_s).solve(
             start=start, num_nodes=num_nodes
         )
         if solved is None:
@@ -132,10 +136,8 @@ class Blaster:
             rounded.num_tokens[at] = buckets[index].upper_tokens
             rounded.compute_s[at] = self._cost.compute_s(buckets[index].mean_pairs, buckets[index].mean_tokens)
         ways = [*self._ways(part.members, batch=rounded)]
-        budget_tokens = self._cluster.max_tokens_per_rank
-        if all(
-            sum(rounded.num_tokens[at] for at in each.members) <= each.degree * budget_tokens for each in part.drafts
-        ):
+        room = {slot.degree: slot.room for slot in slots}
+        if all(sum(rounded.num_tokens[at] for at in each.members) <= room[each.degree] for each in part.drafts):
             ways.append(part.drafts)
         starts = [_counts(way, bucket_of, slots) for way in ways]
         return min(starts, key=lambda counts: makespan_of(slots, counts), default=None)
@@ -236,7 +238,7 @@ def _reason(drafts: Sequence[Sequence[Draft]], blaster: Blaster) -> str:
 def _infeasible(
     batch: Columns, *, degree: int, primitive: Primitive, cluster: ClusterSpec, cost: CostModel
 ) -> InfeasiblePlanError:
-    budget_tokens = cluster.max_tokens_per_rank
+    room = int(cost.room(cluster.max_tokens_per_rank, degree=degree, primitive=primitive))
     heads = (
         f", must divide {cost.num_heads} heads and agree with {cost.num_kv_heads} key/value heads"
         if primitive is Primitive.ULYSSES
@@ -244,7 +246,7 @@ def _infeasible(
     )
     return InfeasiblePlanError(
         f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest group of flexsp holds "
-        f"{degree * budget_tokens} ({degree} ranks of {budget_tokens} tokens: the degree is a power of two, at most "
+        f"{room} ({degree} ranks of {room // degree} tokens: the degree is a power of two, at most "
         f"{cluster.num_ranks} ranks{heads}); lower data.max_seqlen, add memory, or use another strategy"
     )
 

@@ -174,9 +174,10 @@ Counts = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """A group that may be used. A pass, forward or backward, takes the largest over lines of `fixed_s[pass, line]`
-    + the sum over its sequences of `sequence_s[pass, line, bucket]`."""
+    + the sum over its sequences of `sequence_s[pass, line, bucket]`. It holds `room` tokens."""
 
     degree: int
+    room: int
     sequence_s: Floats
     fixed_s: Floats
 
@@ -186,10 +187,16 @@ class Slot:
 
 
 def slots_of(
-    buckets: Sequence[Bucket], *, degrees: Sequence[tuple[int, Primitive]], num_ranks: int, cost: CostModel
+    buckets: Sequence[Bucket],
+    *,
+    degrees: Sequence[tuple[int, Primitive]],
+    num_ranks: int,
+    budget_tokens: int,
+    cost: CostModel,
 ) -> list[Slot]:
-    """As many slots of each degree as fit the ranks, links as the degree has them as a rule. Exact for the mean
-    pairs and tokens of buckets: that only the least of attention and traffic hides makes three lines a pass."""
+    """As many slots of each degree as fit the ranks of `budget_tokens` each, links as the degree has them as a rule.
+    Exact for the mean pairs and tokens of buckets: that only the least of attention and traffic hides makes three lines
+    a pass."""
     pairs = np.array([bucket.mean_pairs for bucket in buckets])
     tokens = np.array([bucket.mean_tokens for bucket in buckets])
     slots = []
@@ -197,7 +204,8 @@ def slots_of(
         passes = [_lines(terms, pairs, tokens) for terms in cost.terms(degree, primitive=primitive)]
         sequence_s = np.array([[each for each, _ in lines] for lines in passes])
         fixed_s = np.array([[fixed for _, fixed in lines] for lines in passes])
-        slots += [Slot(degree=degree, sequence_s=sequence_s, fixed_s=fixed_s)] * (num_ranks // degree)
+        room = int(cost.room(budget_tokens, degree=degree, primitive=primitive))
+        slots += [Slot(degree=degree, room=room, sequence_s=sequence_s, fixed_s=fixed_s)] * (num_ranks // degree)
     return slots
 
 
@@ -247,10 +255,8 @@ class Assignment:
     slots sum to at most N M, which brings the bound from near 0 up to the mean.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], slots: Sequence[Slot], *, num_ranks: int, budget_tokens: int, limit_s: float
-    ) -> None:
-        self._buckets, self._slots, self._room = buckets, slots, budget_tokens
+    def __init__(self, buckets: Sequence[Bucket], slots: Sequence[Slot], *, num_ranks: int, limit_s: float) -> None:
+        self._buckets, self._slots = buckets, slots
         self._milp = milp = Milp()
         low_s = self._least_s(num_ranks)
         high_s = np.maximum(limit_s - low_s[::-1], low_s)
@@ -278,7 +284,7 @@ class Assignment:
         for number, slot in enumerate(self._slots):
             alone_s = (slot.sequence_s + slot.fixed_s[:, :, None]).max(axis=1)
             for index, bucket in enumerate(self._buckets):
-                fits = slot.degree * self._room // bucket.upper_tokens
+                fits = slot.room // bucket.upper_tokens
                 if fits and (alone_s[:, index] <= high_s).all():
                     yield (number, index), self._milp.column(0, min(fits, len(bucket.members)))
 
@@ -287,7 +293,7 @@ class Assignment:
             entries: list[LinearTerm] = [(column, 1.0) for (_, each), column in self._held.items() if each == index]
             self._milp.exactly(len(bucket.members), entries)
         for number, slot in enumerate(self._slots):
-            budget_tokens: LinearTerm = self._used[number], -float(slot.degree * self._room)
+            budget_tokens: LinearTerm = self._used[number], -float(slot.room)
             lengths: list[LinearTerm] = [
                 (column, float(self._buckets[index].upper_tokens)) for index, column in self._of_slot(number)
             ]
@@ -337,9 +343,7 @@ class Assignment:
 
     def _least_s(self, num_ranks: int) -> Floats:
         """Of each pass: all sequences on all ranks, or any one alone, each at its best degree."""
-        roomy = np.array(
-            [[slot.degree * self._room >= bucket.upper_tokens for bucket in self._buckets] for slot in self._slots]
-        )
+        roomy = np.array([[slot.room >= bucket.upper_tokens for bucket in self._buckets] for slot in self._slots])
         sizes = np.array([len(bucket.members) for bucket in self._buckets])
         shares = np.array([slot.degree * slot.sequence_s[:, 0] for slot in self._slots])
         alone = np.array([(slot.sequence_s + slot.fixed_s[:, :, None]).max(axis=1) for slot in self._slots])

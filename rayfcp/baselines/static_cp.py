@@ -58,11 +58,13 @@ def of_one_degree(
     primitive: Primitive,
     batch: Columns,
     cluster: ClusterSpec,
+    cost: CostModel,
 ) -> list[list[Draft]]:
     """Up to two ways to run `members` (longest first) in one microbatch on groups of `degree` ranks: longest time first
     to the group with the least, and best-fit decreasing by length; those of them that fit."""
     lengths = [batch.num_tokens[at] for at in members]
-    budget_tokens, num_groups = degree * cluster.max_tokens_per_rank, cluster.num_ranks // degree
+    budget_tokens = int(cost.room(cluster.max_tokens_per_rank, degree=degree, primitive=primitive))
+    num_groups = cluster.num_ranks // degree
     if not num_groups or max(lengths) > budget_tokens:
         return []
     work_s = [batch.compute_s[at] for at in members]
@@ -152,9 +154,9 @@ def best_static(
     best: Static | None = None
     num_packings = 0
     for degree in degrees:
-        if batch.num_tokens[0] > degree * cluster.max_tokens_per_rank:
-            continue
         search = _Search(batch, degree=degree, primitive=primitive, cluster=cluster, cost=cost)
+        if batch.num_tokens[0] > search.budget_tokens:
+            continue
         owners = search.run(options, limit_s=best.predicted_s if best else np.inf)
         num_packings += search.num_packings
         if owners is None:
@@ -195,7 +197,7 @@ class _Search:
         # a group of one rank exchanges nothing: it is a ring of one
         self.degree, self.primitive = degree, primitive if degree > 1 else Primitive.RING
         self.num_groups = cluster.num_ranks // degree
-        self.budget_tokens = degree * cluster.max_tokens_per_rank
+        self.budget_tokens = int(cost.room(cluster.max_tokens_per_rank, degree=degree, primitive=self.primitive))
         self.num_packings = 0
         self._tokens = np.array(batch.num_tokens, np.float64)
         self._pairs = np.array(batch.pairs, np.float64)

@@ -42,10 +42,12 @@ def propose(
         what="over heads is the best",
     )
     if found is None:
-        batch, budget_tokens = columns_of(sequences, cost=cost), cluster.max_tokens_per_rank
+        batch = columns_of(sequences, cost=cost)
+        rooms = cost.room(cluster.max_tokens_per_rank, degree=degrees, primitive=Primitive.ULYSSES).astype(int).tolist()
+        room, degree = max(zip(rooms, degrees, strict=True))
         raise InfeasiblePlanError(
             f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest Ulysses group holds "
-            f"{degrees[-1] * budget_tokens} ({degrees[-1]} ranks of {budget_tokens} tokens: the degree must divide "
+            f"{room} ({degree} ranks of {room // degree} tokens: the degree must divide "
             f"{cost.num_heads} heads, agree with {cost.num_kv_heads} key/value heads and "
             f"divide {cluster.num_ranks} ranks); lower data.max_seqlen, add memory, or use a strategy of rings"
         )

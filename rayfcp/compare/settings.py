@@ -99,13 +99,14 @@ def settings_of(
                 f"the longest sequence has {longest} tokens, {num_ranks} ranks hold at most {tokens * num_ranks} "
                 f"({tokens} each); lower --max-seqlen, or add devices or memory"
             )
+        cost = CostModel.from_profiles(shape, hardware, num_ranks=num_ranks, **choice)
         return Setting(
             model=shape,
             hardware=hardware,
             recomputed_layers=layers,
             reduce_every=reduce_every,
             cluster=ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=tokens),
-            cost=CostModel.from_profiles(shape, hardware, num_ranks=num_ranks, **choice),
+            cost=replace(cost, kv_growth=0.0) if inputs.max_tokens_per_rank else cost,
         )
 
     return _feasible(setting, _choices(inputs, num_layers=model.num_layers))

@@ -42,7 +42,8 @@ def max_tokens_per_rank(
     by_heads: bool = False,
 ) -> int:
     """Tokens that fit beside the model's states on each of `num_devices` that share them. `by_heads`: ranks may share
-    out heads (Ulysses).
+    out heads (Ulysses). Groups that share them out over more ranks than there are key and value heads hold less
+    (`CostModel.room`).
 
     Raises:
         InfeasiblePlanError: the states alone, or with one token, pass `memory_bytes`.
@@ -228,7 +229,8 @@ def forward_tokens_per_rank(
         bytes_per_element=bytes_per_element,
         gather_every=gather_every,
     )
-    return (memory_bytes - states) // forward_token_bytes(model, bytes_per_element=bytes_per_element)
+    degree = largest_degree(model, num_devices)
+    return (memory_bytes - states) // forward_token_bytes(model, bytes_per_element=bytes_per_element, degree=degree)
 
 
 def forward_state_bytes(
@@ -252,14 +254,17 @@ def forward_state_bytes(
     return -(-(STATE_BYTES - FP32_BYTES) * whole // num_ranks) + gathered + logits
 
 
-def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+def forward_token_bytes(model: ModelProfile, *, bytes_per_element: int, degree: int = 1) -> int:
     """Bytes per token of such a pass: what one layer makes, at most all that its backward pass would need, its input
-    and output, inputs of all layers, the last norm, keys and values of two rounds, and exchanges for heads."""
+    and output, inputs of all layers, the last norm, keys and values of two rounds, and exchanges for heads, over which
+    `degree` ranks replicate keys and values beyond their heads."""
+    attended = max(degree // model.num_kv_heads, 1)
 
     def needed(layer: LayerProfile) -> int:
         each = layer_bytes(model, layer, bytes_per_element=bytes_per_element)
-        by_heads = bytes_per_element * layer.exchanged_elements
-        return each.whole + each.head + each.buffers - 2 * each.kv_gradients + by_heads
+        by_heads = bytes_per_element * layer.exchanged_elements + each.kv * (attended - 1)
+        travelling = (each.buffers - 2 * each.kv_gradients) * attended + each.expanded
+        return each.layer(1, attended) + each.head + travelling + by_heads
 
     inputs = bytes_per_element * sum(each.input_size for each in model.every_layer)
     between = _residual_bytes(model, bytes_per_element=bytes_per_element) * model.hidden_size
@@ -302,7 +307,8 @@ class LayerBytes:
     `whole`, which a recomputed layer keeps too where later slices need them; `kv_gradients`: their gradients, in fp32
     at least. Not by layer: `head`, the last norm, on the last stage; `working`: gradients of the MLP's two inner
     activations, with experts of their inputs too, of the one microbatch that computes; `buffers`: per token whose keys
-    and values travel, those of one round in use and one arriving, with their gradients.
+    and values travel, those of one round in use and one arriving, with their gradients; `expanded`: the same of keys
+    and values that are made from the latent of a token, in shares of all heads.
     """
 
     whole: int
@@ -313,6 +319,7 @@ class LayerBytes:
     head: int
     working: int
     buffers: int
+    expanded: int
 
     def layer(self, tokens: Amount, attended: Amount) -> Amount:
         """Bytes that a layer which is not recomputed keeps of `tokens` of a rank, which has the keys and values of
@@ -327,10 +334,14 @@ class LayerBytes:
             less = less - by_heads * ((self.exchanged - self.kv) * tokens + self.kv * (attended - later))
         return (less + abs(less)) // 2  # at least 0
 
-    def computing(self, tokens: Amount, travelling: Amount) -> Amount:
+    def computing(self, tokens: Amount, travelling: Amount, *, by_heads: Amount | int = 0) -> Amount:
         """Bytes more of the one microbatch that computes, beside which the keys and values of at most `travelling`
-        tokens are in buffers at a time."""
-        return self.working * tokens + self.buffers * travelling
+        tokens are in buffers at a time. Latents are expanded where they are attended to: to all heads, or, on a rank
+        that shares out heads with others (`by_heads`: 1), to its share, as much as its own tokens to all heads."""
+        found = self.working * tokens + self.buffers * travelling
+        if self.expanded:
+            found = found + self.expanded * (travelling + by_heads * (tokens - travelling))
+        return found
 
 
 def layer_bytes(model: ModelProfile, layer: LayerProfile | None = None, *, bytes_per_element: int) -> LayerBytes:
@@ -352,7 +363,8 @@ def layer_bytes(model: ModelProfile, layer: LayerProfile | None = None, *, bytes
         kv_gradients=gradients,
         head=_norm_bytes(model, bytes_per_element=e) * layer.hidden_size,
         working=e * (2 * layer.active_ffn_size + routed) + computing,
-        buffers=2 * (kv + gradients + e * expanded),
+        buffers=2 * (kv + gradients),
+        expanded=2 * e * expanded,
     )
 
 
@@ -408,9 +420,9 @@ class LayersBytes:
         found = [shape.freed(tokens, attended, later=later, by_heads=by_heads) for shape in self.shapes]
         return -_most([-each for each in found])
 
-    def computing(self, tokens: Amount, travelling: Amount) -> Amount:
+    def computing(self, tokens: Amount, travelling: Amount, *, by_heads: Amount | int = 0) -> Amount:
         """`LayerBytes.computing` of the layer that has most."""
-        return _most([shape.computing(tokens, travelling) for shape in self.shapes])
+        return _most([shape.computing(tokens, travelling, by_heads=by_heads) for shape in self.shapes])
 
 
 def _total(amounts: Sequence[Amount], counts: Sequence[int]) -> Amount:
@@ -427,24 +439,47 @@ def _most(amounts: Sequence[Amount]) -> Amount:
     return most
 
 
-def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int, by_heads: bool = False) -> int:
+def token_bytes(
+    model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int, by_heads: bool = False, degree: int = 1
+) -> int:
     """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set. `by_heads`: on a rank that
-    shares out heads with others.
+    shares out heads with others, `degree` of them together: where these are a times as many as key and value heads, a
+    rank has the keys and values of a times its tokens.
 
     A recomputed layer keeps its input (and its attention, `LayerBytes.kept`). While it is computed again one layer is
     whole, which adds to the peak only if all are recomputed: others, the last ones, are freed before; where layers
     differ, the largest of them counts if those not recomputed are smaller. The working set holds the gradients of the
-    MLP's two inner activations and the ring's buffers. Any token of a VLM may have features.
+    MLP's two inner activations and the ring's buffers. The last norm counts only if it is larger, for it is freed
+    before layers compute their backward passes. Any token of a VLM may have features.
     """
     stages = LayersBytes.of(model, layers_of_stage=(model.num_layers,), bytes_per_element=bytes_per_element)
     every = stages.of_stage(0)
-    again, rest = every[:recomputed_layers], every[recomputed_layers:]
-    freed = sum(each.freed(1, 1, later=0, by_heads=by_heads) for each in again)
-    whole = sum(each.layer(1, 1) for each in every)
-    one = max((each.freed(1, 1, later=0, by_heads=by_heads) if rest else each.layer(1, 1) for each in again), default=0)
-    more = max(one - sum(each.layer(1, 1) for each in rest), 0)
+    attended = max(degree // model.num_kv_heads, 1) if by_heads else 1
+    freed = [each.freed(1, attended, later=0, by_heads=by_heads) for each in every[:recomputed_layers]]
+    whole = [each.layer(1, attended) for each in every]
+    rest = whole[recomputed_layers:]
+    more = max(max(freed if rest else whole, default=0) - sum(rest), 0)
     features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
-    return whole - freed + more + max(each.computing(1, 1) for each in every) + features
+    working = max(each.computing(1, attended, by_heads=by_heads) for each in every)
+    return sum(whole) - sum(freed) + max(more + working, stages.head) + features
+
+
+def kv_growth(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> float:
+    """Return by what part of `token_bytes` a token of a rank grows with each time that its keys and values are
+    replicated, in groups that share out heads over more ranks than there are key and value heads."""
+    sizes = {"recomputed_layers": recomputed_layers, "bytes_per_element": bytes_per_element}
+    times = model.num_heads // model.num_kv_heads
+    if times <= 1:
+        return 0.0
+    most = token_bytes(model, by_heads=True, degree=model.num_heads, **sizes)
+    return (most / token_bytes(model, by_heads=True, **sizes) - 1) / (times - 1)
+
+
+def largest_degree(model: ModelProfile, num_ranks: int) -> int:
+    """Return the largest group of at most `num_ranks` ranks that can share out the model's heads."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    sizes = (each for each in range(min(num_ranks, heads), 1, -1) if heads % each == 0)
+    return next((each for each in sizes if kv_heads % each == 0 or each % kv_heads == 0), 1)
 
 
 def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> tuple[int, int]:

@@ -171,7 +171,7 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
     gathered = chunks.tokens if ring else np.maximum(chunks.tokens, degree)  # a rank without tokens has one of padding
     own = np.ceil(gathered * shared)
     travelling = own + np.ceil(chunks.context * shared) + chunks.earlier if ring and degree > 1 else own
-    computing = each.computing(tokens, travelling)
+    computing = each.computing(tokens, travelling, by_heads=int(not ring))
     if not ring:
         computing = computing + each.kv_gradients * np.ceil(chunks.longest * shared)
     # gradients that a slice adds are removed by its own backward pass: rounding must not leave a rest
@@ -314,7 +314,7 @@ def whole_costs(
             tokens=tokens,
             attended=attended,
             later=none,
-            computing=pipeline.layer_bytes.computing(tokens, np.maximum(attended, brought)),
+            computing=pipeline.layer_bytes.computing(tokens, np.maximum(attended, brought), by_heads=by_heads),
             summed=none,
             begun=none,
             by_heads=by_heads,

@@ -16,6 +16,7 @@ from pydantic_core import to_jsonable_python
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD, coefficients
 from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
 from rayfcp.cost.kernels.group_time import Terms, overlapped_s
+from rayfcp.cost.memory import kv_growth
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.scans import RING_PARTS, HeadsCost, Moved, ScanCost
 from rayfcp.cost.stages import check_layers, split_layers
@@ -240,6 +241,10 @@ class CostModel:
     `shares_links`: links between nodes carry shards at less than half the rate of links inside, so that messages wait
     for them (`_beside_shards`); `head_s_per_token` is the part of `linear_s_per_token` that hides neither, 0 elsewhere.
 
+    Memory: a rank of a group that shares out heads over a times as many ranks as there are key and value heads holds a
+    times the keys and values. Each token then takes 1 + (a - 1) x `kv_growth` of the memory of a token (`room`). 0 with
+    stages, whose bytes are counted (`PipelineCost.layer_bytes`).
+
     Host: it enqueues all layers in `host_s`, and every further round of a ring in `host_s_per_round`, beside the
     device; 0 unless passes show it.
 
@@ -285,6 +290,7 @@ class CostModel:
     encoder: EncoderCost | None = None
     host_s: float = 0.0
     host_s_per_round: float = 0.0
+    kv_growth: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -328,7 +334,11 @@ class CostModel:
             found["encoder"] = EncoderCost.from_profiles(
                 model, hardware, recomputed_layers=recomputed_layers, reduced=reduce_every == "microbatch", **sizes
             )
-        if num_stages > 1:
+        if num_stages == 1:
+            found["kv_growth"] = kv_growth(
+                model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element
+            )
+        else:
             found["pipeline"] = PipelineCost.from_profiles(
                 model, hardware, layers_of_stage=layers, memory_bytes=memory_bytes, **sizes, **traffic
             )
@@ -337,12 +347,13 @@ class CostModel:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
-        """From `dataclasses.asdict`, also after a round trip through JSON, and of files from before the host's seconds.
+        """From `dataclasses.asdict`, also after a round trip through JSON, and of files from before the host's seconds
+        and the growth of memory.
 
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
-        fields = {"host_s": 0.0, "host_s_per_round": 0.0, **fields}
+        fields = {"host_s": 0.0, "host_s_per_round": 0.0, "kv_growth": 0.0, **fields}
         try:
             found = TypeAdapter(cls).validate_python(fields)
         except ValidationError as error:
@@ -396,7 +407,7 @@ class CostModel:
         )
         encoder = None if self.encoder is None else self.encoder.forward_only()
         scan = None if self.scan is None else self.scan.forward_only()
-        return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder, scan=scan)
+        return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder, scan=scan, kv_growth=0.0)
 
     def without_states(self) -> "CostModel":
         """The cost model of groups whose recurrent layers move nothing and whose messages do not wait for shards, for
@@ -463,6 +474,15 @@ class CostModel:
         """Share of a token's keys and values on each of `heads` ranks that share out heads; beyond the number of
         key and value heads these are replicated."""
         return max(1 / heads, 1 / self.num_kv_heads)
+
+    def room(self, max_tokens: int, *, degree: npt.ArrayLike, primitive: Primitive) -> Floats:
+        """Most tokens of groups of `degree` ranks, each of which alone holds `max_tokens`; fewer where they share out
+        heads and replicate keys and values (`kv_growth`)."""
+        ranks = np.asarray(degree, np.float64)
+        if primitive is not Primitive.ULYSSES:
+            return ranks * max_tokens
+        times = np.maximum(ranks / self.num_kv_heads, 1.0)
+        return np.asarray(ranks * np.floor(max_tokens / (1 + self.kv_growth * (times - 1))))
 
     def exchanges_s(self, num_tokens: npt.ArrayLike, *, degree: int, crosses: npt.ArrayLike | None = None) -> Floats:
         """Seconds in which ranks exchange their tokens for heads and back, forward and backward, `num_tokens` together;

@@ -135,13 +135,12 @@ def uses_of_program(program: RankProgram) -> list[PassUse]:
 
 
 def forward_bytes(
-    num_tokens: int, model: ModelProfile, *, recomputed_layers: int, by_heads: bool, bytes_per_element: int
+    num_tokens: int, model: ModelProfile, *, recomputed_layers: int, degree: int, bytes_per_element: int
 ) -> int:
-    """Bytes that a microbatch holds from its forward to the end of its backward pass, on a device of a single stage."""
-    each = token_bytes(
-        model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element, by_heads=by_heads
-    )
-    return num_tokens * each
+    """Bytes that a microbatch holds from its forward to the end of its backward pass, on a device of a single stage of
+    a rank that shares out heads with `degree` - 1 others."""
+    sizes = {"recomputed_layers": recomputed_layers, "bytes_per_element": bytes_per_element}
+    return num_tokens * token_bytes(model, by_heads=degree > 1, degree=degree, **sizes)
 
 
 def scan_bytes(work: ScanWork, mixer: RecurrenceProfile, *, bytes_per_element: int) -> Ints:
@@ -159,8 +158,8 @@ def held_bytes(passes: Sequence[PassUse], stage: Stage) -> tuple[Ints, Ints]:
 
     A layer keeps all that backward needs; recomputed layers, the first ones, keep their input, their attention if that
     is kept, and the keys and values that later slices need. Backward frees layer by layer, so that a recomputed layer
-    adds to the total only where all layers are recomputed. Gradients of kept keys and values exist from the first
-    backward pass that adds to them to the end of their own microbatch's.
+    adds to the total only where all layers are recomputed, or it is larger than those that are not. Gradients of kept
+    keys and values exist from the first backward pass that adds to them to the end of their own microbatch's.
     """
     microbatches = {each.microbatch: _microbatch(each, stage) for each in passes if not each.backward}
     table = np.zeros((5, max(microbatches, default=-1) + 1))
@@ -208,16 +207,17 @@ def _microbatch(item: PassUse, stage: Stage) -> _Microbatch:
         for microbatch, num_tokens in layer.context.items():
             context[microbatch] = context.get(microbatch, 0) + each.kv_gradients * num_tokens
     travelling = max(in_attention, *(layer.travelling for layer in layers))
-    working = max(each.computing(first.tokens, travelling) for each in stage.layers)
+    working = max(each.computing(first.tokens, travelling, by_heads=by_heads) for each in stage.layers)
     if by_heads:
         working += max((each.kv_gradients * num for each, layer in both for num in layer.context.values()), default=0)
-    freed = sum(
+    freed = [
         each.freed(first.tokens, in_attention, later=layer.kept, by_heads=by_heads) for each, layer in both[:again]
-    )
+    ]
+    rest = whole[again:]
     return _Microbatch(
-        kept=sum(whole) - freed + (stage.layers[0].head * first.tokens if stage.is_last else 0),
+        kept=sum(whole) - sum(freed) + (stage.layers[0].head * first.tokens if stage.is_last else 0),
         working=working,
-        again=max(whole) if again == len(stage.layers) else 0,
+        again=max(max(freed if rest else whole, default=0) - sum(rest), 0),
         context=context,
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Literal
 
 import numpy as np
@@ -87,7 +88,7 @@ def _forward_over_time(
     """`memory_over_time` of passes forward alone: a microbatch's activations last as long as its pass, and keys and
     values that later ones read to the end, which is more than they do. A vision encoder is left out."""
     model, size = machine.model, machine.bytes_per_element
-    per_token = forward_token_bytes(model, bytes_per_element=size)
+    per_token = cache(partial(forward_token_bytes, model, bytes_per_element=size))
     found: list[tuple[Sample, ...]] = []
     for outline in programs.outlines:
         base_bytes = forward_state_bytes(
@@ -108,7 +109,7 @@ def _forward_over_time(
                 if isinstance(each.item, Forward):
                     use = AttentionUse.of_rank(programs.attention[each.item.kind][each.item.microbatch], rank)
                     held += kept_bytes * use.kept
-                    samples += [(each.start_s, held + per_token * use.tokens), (each.stop_s, held)]
+                    samples += [(each.start_s, held + per_token(degree=use.degree) * use.tokens), (each.stop_s, held)]
             found.append(tuple(samples))
     return tuple(found)
 
@@ -135,11 +136,12 @@ class _Stage:
                 layers_of_stage=machine.layers_of_stage,
                 bytes_per_element=machine.bytes_per_element,
             ).of_stage(stage),
-            is_last=stage + 1 == machine.num_stages,
+            # without stages the one microbatch has freed its last norm, see `token_bytes`
+            is_last=machine.num_stages > 1 and stage + 1 == machine.num_stages,
             num_kv_heads=machine.model.num_kv_heads,
             kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(stage).kinds),
         )
-        self._per_token: dict[tuple[int, bool], int] = {}
+        self._per_token: dict[tuple[int, int], int] = {}
         layers = () if by_heads else machine.part(stage).layers
         self._scans = _scans_beyond(programs, layers, bytes_per_element=machine.bytes_per_element)
 
@@ -193,14 +195,13 @@ class _Stage:
 
     def _forward_bytes(self, item: Forward, rank: int) -> int:
         table = self._programs.attention[item.kind][item.microbatch]
-        by_heads = bool(table.units.by_heads[table.place_of_rank[0][rank]])
-        key = item.recomputed_layers, by_heads
+        key = item.recomputed_layers, int(table.units.degree[table.place_of_rank[0][rank]])
         if key not in self._per_token:
             self._per_token[key] = forward_bytes(
                 1,
                 self._machine.model,
                 recomputed_layers=item.recomputed_layers,
-                by_heads=by_heads,
+                degree=key[1],
                 bytes_per_element=self._machine.bytes_per_element,
             )
         return int(table.tokens[rank]) * self._per_token[key] + int(self._scans[item.microbatch][rank])

@@ -15,9 +15,11 @@ from rayfcp.program.progress import check_progress
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
+    Group,
     Layout,
     MicrobatchPlan,
     PipelinePlan,
+    Primitive,
     SequenceSpec,
 )
 from rayfcp.verify.columns import check_columns
@@ -216,7 +218,7 @@ def check_plan(
         check_pacing(layout, number=number)
         check_members(layout, microbatch, number=number)
         _check_matchings(layout, number)
-        _check_memory(layout, number, cluster=cluster)
+        _check_memory(layout, microbatch, number=number, cluster=cluster, cost=cost)
     programs = lower(plan, sequences)
     check_programs(programs, sequences)
     if any(layout.pacing for layout in layouts):
@@ -246,13 +248,24 @@ def _check_matchings(layout: Layout, number: int) -> None:
                 raise ValueError(f"microbatch {number} round {index}: {end}s {ranks} are no matching; split the round")
 
 
-def _check_memory(layout: Layout, number: int, *, cluster: ClusterSpec) -> None:
+def _check_memory(
+    layout: Layout, microbatch: MicrobatchPlan, *, number: int, cluster: ClusterSpec, cost: CostModel | None
+) -> None:
+    sharing = {rank: group.degree for group in microbatch.groups for rank in group.ranks if _by_heads(group)}
     held: dict[int, int] = defaultdict(int)
     for block in layout.blocks:
         held[block.rank] += block.num_tokens
     for rank, num_tokens in sorted(held.items()):
-        if num_tokens > cluster.max_tokens_per_rank:
+        bound, degree, why = cluster.max_tokens_per_rank, sharing.get(rank, layout.heads), ""
+        if cost is not None and degree > 1:
+            bound = int(cost.room(bound, degree=degree, primitive=Primitive.ULYSSES)) // degree
+            why = f" on {degree} ranks that share out heads" if bound < cluster.max_tokens_per_rank else ""
+        if num_tokens > bound:
             raise ValueError(
-                f"microbatch {number}: rank {rank} holds {num_tokens} tokens, the bound is "
-                f"{cluster.max_tokens_per_rank} (max_tokens_per_rank); use more microbatches"
+                f"microbatch {number}: rank {rank} holds {num_tokens} tokens, the bound is {bound} "
+                f"(max_tokens_per_rank{why}); use more microbatches"
             )
+
+
+def _by_heads(group: Group) -> bool:
+    return group.primitive is Primitive.ULYSSES and group.degree > 1

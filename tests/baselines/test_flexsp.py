@@ -160,16 +160,14 @@ def test_the_programme_against_brute_force(lengths, num_ranks, room, cost, primi
     pairs = [each * (each + 1) // 2 for each in lengths]
     least = least_by_brute_force(lengths, kinds=kinds, num_ranks=num_ranks, room=room, cost=cost)
     buckets = buckets_of(lengths, pairs, num_buckets=len(lengths), max_buckets=len(lengths), max_rounded_tokens=1e9)
-    slots = slots_of(buckets, degrees=kinds, num_ranks=num_ranks, cost=cost)
+    slots = slots_of(buckets, degrees=kinds, num_ranks=num_ranks, budget_tokens=room, cost=cost)
     degree, first = slots[-1].degree, len(slots) - 1
     if sum(lengths) > degree * room:
         return  # no start that is sure to fit
     start = [[0] * len(buckets) for _ in slots]
     start[first] = [len(bucket.members) for bucket in buckets]
     counts = np.array(start)
-    assignment = Assignment(
-        buckets, slots, num_ranks=num_ranks, budget_tokens=room, limit_s=makespan_of(slots, counts) * (1 + 1e-9)
-    )
+    assignment = Assignment(buckets, slots, num_ranks=num_ranks, limit_s=makespan_of(slots, counts) * (1 + 1e-9))
     solved = assignment.solve(start=counts, num_nodes=5000)
     assert solved is not None
     assert least * (1 - 1e-6) <= solved.makespan_s <= least * (1 + GAP) + 1e-6

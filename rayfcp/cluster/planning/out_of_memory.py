@@ -19,7 +19,7 @@ LESS_MEMORY = 0.8
 
 _CHANGED = (
     *("recomputed_layers", "keeps_attention", "attention_forward", "linear_forward"),
-    *("ring_forward", "ring_returned", "passes_forward"),
+    *("ring_forward", "ring_returned", "passes_forward", "kv_growth"),
 )
 """Fields of a cost model that follow from what is recomputed, beside its coefficients."""
 
@@ -87,7 +87,7 @@ def _forward_bytes(item: Forward, model: ModelProfile, size: int) -> int:
         item.attention.num_tokens,
         model,
         recomputed_layers=item.recomputed_layers,
-        by_heads=isinstance(item.attention, HeadProgram),
+        degree=item.attention.degree if isinstance(item.attention, HeadProgram) else 1,
         bytes_per_element=size,
     )
 

@@ -53,7 +53,7 @@ def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[Clust
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     runs = ClusterSpec(
         num_ranks=cluster.num_ranks // heads,
-        max_tokens_per_rank=cluster.max_tokens_per_rank * heads,
+        max_tokens_per_rank=int(cost.room(cluster.max_tokens_per_rank, degree=heads, primitive=Primitive.ULYSSES)),
         node_of_rank=nodes[::heads],
         speed_of_rank=tuple(speeds_of(cluster).reshape(-1, heads).min(axis=1).tolist()),
     )

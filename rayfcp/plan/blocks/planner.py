@@ -16,7 +16,17 @@ from rayfcp.plan.assembly import best_fit_decreasing
 from rayfcp.plan.blocks.distributor import Pieces, Pool, RankLimits, distribute, weights_of
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
 from rayfcp.plan.blocks.rounds import BlockTraffic, RoundSchedule, recoalesced, schedule, traffic_of
-from rayfcp.values import Block, ClusterSpec, LayerKinds, Layout, Primitive, Round, SequenceSpec, Transfer
+from rayfcp.values import (
+    Block,
+    ClusterSpec,
+    InfeasiblePlanError,
+    LayerKinds,
+    Layout,
+    Primitive,
+    Round,
+    SequenceSpec,
+    Transfer,
+)
 from rayfcp.values.arrays import Floats, Ints
 
 KERNEL_SHARE = 0.9
@@ -204,14 +214,21 @@ def plan_blocks(
     All ranks together can hold the sequences.
 
     Raises:
-        InfeasiblePlanError: `options.heads` is not permitted.
+        InfeasiblePlanError: `options.heads` is not permitted, or runs of so many ranks do not hold the sequences.
     """
     best: BlockPlan | None = None
     for heads in permitted(cluster, cost, allowed=allowed, wanted=options.heads):
         planner = _RunPlanner.of(pool, heads=heads, cluster=cluster, cost=cost, options=options)
+        if planner.max_tokens * len(planner.node) < pool.length.sum():
+            continue  # runs that replicate keys and values hold less
         for size in planner.sizes():
             best = planner.planned(size, best=best)
-    assert best is not None  # runs of one rank, or those that were requested
+    if best is None:  # runs of one rank hold the pool
+        raise InfeasiblePlanError(
+            f"plan.blocks.heads is {options.heads}: so many ranks replicate keys and values, beside which "
+            f"{cluster.num_ranks} ranks hold fewer than the {pool.length.sum()} tokens of a sequence; lower it, or add "
+            "memory"
+        )
     if options.coalesce is not None:
         return best
     planner = _RunPlanner.of(pool, heads=best.heads, cluster=cluster, cost=cost, options=options)

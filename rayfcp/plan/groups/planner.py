@@ -68,15 +68,14 @@ def prices_of(
     degrees = step * np.arange(max(cluster.num_ranks // step, most) + 1, dtype=np.float64)
     degrees[0] = 1.0
     outside = degrees > max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
-    everywhere = np.ones_like(outside)
     kinds = sorted({group.kind for group in pinned})
-    places = [(outside, 1.0), (everywhere, 1.0), *((everywhere & crosses, speed) for speed, crosses in kinds)]
+    crossing = [(True, 1.0), *((crosses, speed) for speed, crosses in kinds)]
+    places = [(outside, 1.0), *((np.full_like(outside, crosses), speed) for crosses, speed in crossing)]
     rows = [
         [table_of(cost.terms(degrees, primitive=primitive, crosses=crosses, speed=speed)) for primitive in primitives]
         for crosses, speed in places
     ]
     num_ranks, max_tokens = cluster.num_ranks // step, step * cluster.max_tokens_per_rank
-    capacity = float(num_ranks + sum(len(group.ranks) * group.speed for group in pinned))
     held = float(num_ranks + sum(len(group.ranks) * min(group.speed, 1.0) for group in pinned))
     prices = Prices(
         terms=np.ravel(rows).view(np.recarray),  # records have attributes in plain Python, too
@@ -84,17 +83,23 @@ def prices_of(
         per_pair=float(cost.attention_s_per_pair) / step,
         per_token=float(cost.compute_s(0, 1)) / step,
         max_tokens=float(max_tokens),
+        room=np.ravel([_room(cluster, cost, primitive=each, degrees=degrees) for each in primitives]),
         num_ranks=num_ranks,
         num_primitives=len(primitives),
         num_degrees=len(degrees),
         pinned=np.array([(len(group.ranks), PINNED + kinds.index(group.kind)) for group in pinned], np.int64).ravel(),
-        capacity=capacity,
+        capacity=float(num_ranks + sum(len(group.ranks) * group.speed for group in pinned)),
         holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
         recurrent=cost.scan is not None or cost.shares_links,
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
+
+
+def _room(cluster: ClusterSpec, cost: CostModel, *, primitive: Primitive, degrees: Floats) -> Floats:
+    room = cost.room(cluster.max_tokens_per_rank, degree=degrees, primitive=primitive)
+    return np.where(room < degrees * cluster.max_tokens_per_rank, room, np.inf)
 
 
 def step_of(permitted: Sequence[int]) -> int:
@@ -169,7 +174,9 @@ def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int
         recurrent_s(each, pass_s(each, pairs, tokens, tokens), tokens, tokens, sequences)
         for each in (forward, backward)
     )
-    seconds: Floats = (forward_s + backward_s).min(axis=0)[:, 1 : prices.num_ranks + 1]
+    room = prices.room.reshape(prices.num_primitives, 1, prices.num_degrees)
+    seconds: Floats = np.where(tokens > room, np.inf, forward_s + backward_s).min(axis=0)
+    seconds = seconds[:, 1 : prices.num_ranks + 1]
     seconds[tokens > np.arange(1, prices.num_ranks + 1) * prices.max_tokens] = np.inf
     return seconds
 
@@ -189,8 +196,8 @@ def _no_group(
             f"{cluster.num_ranks}; permit a larger degree"
         )
     return InfeasiblePlanError(
-        f"{needs}, and of up to {cluster.num_ranks} no number divides the heads as {', '.join(options.primitives)} "
-        "needs; add ring to plan.primitives"
+        f"{needs}, and no group of up to {cluster.num_ranks} that {', '.join(options.primitives)} permits holds it: "
+        "its ranks divide the heads, and replicate keys and values beyond their number; add ring to plan.primitives"
     )
 
 

@@ -36,7 +36,8 @@ def propose_blocks(
 ) -> Proposal:
     """`propose` with the block planner's own options. Where ranks are not as fast, microbatches are also tried in which
     the fastest has memory for its part: they are more, but fast ranks that are full leave too much to slow ones."""
-    speeds, most = speeds_of(cluster), cluster.max_tokens_per_rank
+    speeds, most, heads = speeds_of(cluster), cluster.max_tokens_per_rank, options.heads or 1
+    most = int(cost.room(most, degree=heads, primitive=Primitive.ULYSSES)) // heads
     longest = max(sequence.num_tokens for sequence in sequences)
     in_parts = max(int(most * speeds.sum() / speeds.max()), longest)
     found = [

@@ -18,16 +18,18 @@ class Prices(NamedTuple):
     """The cost model of one cluster. `terms` has records of `rayfcp.cost.kernels.group_time.Terms`, [span_kind,
     primitive, degree, pass] in one row; 1 of `span_kind` is a group that spans nodes though it would fit in one,
     `PINNED` and above are pinned groups of some speed. `fixed_s` of both passes; `per_pair`, `per_token`: compute on
-    one rank, the least of all primitives; `max_tokens`: tokens per rank. `num_ranks`: those that groups share out as
-    they like, `num_degrees` in `terms`; `pinned` of every microbatch, beside them: degree and `span_kind` of each;
-    `capacity`: ranks that compute as much as all together, `holds`: tokens that these can hold; `ahead`, `ahead_s`:
-    as `CostModel` has them; `recurrent`: layers are that pass states or heads."""
+    one rank, the least of all primitives; `max_tokens`: tokens per rank; `room`: most tokens of a group by [primitive,
+    degree] in one row, where that is less than its ranks hold, infinite elsewhere. `num_ranks`: those that groups share
+    out as they like, `num_degrees` in `terms`; `pinned` of every microbatch, beside them: degree and `span_kind` of
+    each; `capacity`: ranks that compute as much as all together, `holds`: tokens that these can hold; `ahead`,
+    `ahead_s`: as `CostModel` has them; `recurrent`: layers are that pass states or heads."""
 
     terms: npt.NDArray[np.void]
     fixed_s: float
     per_pair: float
     per_token: float
     max_tokens: float
+    room: Floats
     num_ranks: int
     num_primitives: int
     num_degrees: int
@@ -80,7 +82,7 @@ def _pass_s(prices: Prices, load: Load, degree: int, span_kind: int, primitive: 
 
 @inlined
 def _price(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> float:
-    """Seconds of a group by its best primitive; memory is the caller's.
+    """Seconds of a group by its best primitive that has `room`; `max_tokens` is the caller's.
 
     A microbatch takes its slowest forward and its slowest backward, less what ranks run ahead, but no less than any
     group (`CostModel.makespan_s`). With `pace` the share of forward in both, it is the most of its groups' prices; no
@@ -88,6 +90,8 @@ def _price(prices: Prices, load: Load, degree: int, span_kind: int, pace: float)
     """
     best = math.inf
     for primitive in range(prices.num_primitives):
+        if load.tokens > prices.room[primitive * prices.num_degrees + degree]:
+            continue
         forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
         backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
         best = min(best, _paced(prices, forward_s, backward_s, pace))

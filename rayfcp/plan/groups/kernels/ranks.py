@@ -108,6 +108,8 @@ def primitives_of(problem: SearchProblem) -> Ints:
 def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> int:
     best, least_s = 0, math.inf
     for primitive in range(prices.num_primitives):
+        if load.tokens > prices.room[primitive * prices.num_degrees + degree]:
+            continue
         forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
         backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
         seconds = _paced(prices, forward_s, backward_s, pace)
