@@ -93,7 +93,7 @@ def test_infeasible_everywhere_names_what_binds() -> None:
         auto([9, 90], num_ranks=2, room=40, options=BOTH)
     exchanged = BOTH.model_copy(update={"primitives": ("ulysses",)})
     headless = dataclasses.replace(UNIT, num_heads=3, num_kv_heads=3)
-    with pytest.raises(InfeasiblePlanError, match=r"ranks divide the heads, .*; add ring to plan.primitives"):
+    with pytest.raises(InfeasiblePlanError, match=r"ranks that share out heads .*; add ring to plan.primitives"):
         auto([70], num_ranks=2, room=40, options=exchanged, cost=headless)
 
 

@@ -190,14 +190,15 @@ def _no_group(
     needs = f"a sequence, or sequences of one unit, of {batch.num_tokens[at]} tokens needs {needed} ranks or more"
     if needed > cluster.num_ranks:
         return InfeasiblePlanError(f"{needs}, there are {cluster.num_ranks}; add ranks or memory, or divide the unit")
-    if options.constraints.degrees != "any":
+    degrees = options.constraints.permitted(cluster.num_ranks)
+    if max(degrees, default=0) < needed:
         return InfeasiblePlanError(
-            f"{needs}, plan.constraints.degrees permits {options.constraints.permitted(cluster.num_ranks)} on "
-            f"{cluster.num_ranks}; permit a larger degree"
+            f"{needs}, plan.constraints.degrees permits {degrees} on {cluster.num_ranks}; permit a larger degree"
         )
     return InfeasiblePlanError(
-        f"{needs}, and no group of up to {cluster.num_ranks} that {', '.join(options.primitives)} permits holds it: "
-        "its ranks divide the heads, and replicate keys and values beyond their number; add ring to plan.primitives"
+        f"{needs}, and none of up to {max(degrees)} that {', '.join(options.primitives)} permits holds it: ranks that "
+        "share out heads divide them, and hold less where they replicate keys and values; add ring to plan.primitives, "
+        "or lower data.max_seqlen"
     )
 
 
