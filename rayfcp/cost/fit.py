@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rayfcp.cost.analytic import attention_passes, half_flops, recomputed_flops, ring_bytes
+from rayfcp.cost.analytic import attention_passes, half_flops, host_layers, recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.shown import ABOUT, is_bound, kept_where_hidden, with_host, with_rounds
@@ -532,6 +532,7 @@ def measured_hardware(
     peak_flops = max(peak_flops, attention_rate, linear_rate)
     half_s = half_flops(model, again=cost.recomputed_layers) / linear_rate  # of each of the half tokens
     half_tokens = min(linear_half_tokens, cost.fixed_s / half_s)
+    enqueued, with_rounds = host_layers(model, again=cost.recomputed_layers)
     return replace(
         base,
         name=name,
@@ -544,6 +545,8 @@ def measured_hardware(
         overlap=cost.overlap,
         attention_half_tokens=cost.attention_half_tokens,
         linear_half_tokens=half_tokens,
+        host_layer_s=cost.host_s / enqueued,
+        host_round_s=cost.host_s_per_round / (with_rounds or 1),
         source="",
         **_measured_links(cost, model, bytes_per_element=bytes_per_element, num_nodes=num_nodes),  # type: ignore[arg-type]
     )

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from rayfcp.cost.model import CostModel
+from rayfcp.cost.model import EXCHANGES, CostModel
 from rayfcp.values import Primitive
 
 
@@ -158,7 +158,7 @@ def with_rounds(cost: CostModel, rings: Sequence[Timed]) -> CostModel:
 
 def is_bound(cost: CostModel, timing: Timed) -> bool:
     """Whether the host takes longer to enqueue a pass than the device to compute it."""
-    rounds = timing.degree - 1 if timing.primitive is Primitive.RING else 0
+    rounds = timing.degree - 1 if timing.primitive is Primitive.RING else EXCHANGES * (timing.degree > 1)
     computed_s = cost.fixed_s + cost.compute_s(timing.num_pairs, float(timing.num_tokens)) / timing.degree
     return computed_s < cost.host_s + rounds * cost.host_s_per_round
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from rayfcp import plan_batch
-from rayfcp.cost.fit import PassShape, Timing, few_shapes, fit_cost, many_shapes
+from rayfcp.cost.fit import PassShape, Timing, few_shapes, fit_cost, many_shapes, measured_hardware
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.refit import GroupWork, Observation, Refit
+from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.values import ClusterSpec
 from tests.plan.helpers import UNIT, batch_of
 
@@ -143,6 +144,19 @@ def test_a_pass_takes_no_less_than_its_host() -> None:
     for each in HOSTED.terms(np.array([1.0, 4.0])):
         planes = np.array([pair * 1.0 + token * 1.0 + s for pair, token, s in each.lines()])
         assert planes.max(axis=0) == pytest.approx(each.seconds(1.0, 1.0))
+
+
+@pytest.mark.parametrize("recomputed_layers", [0, 5])
+def test_a_measured_host_is_in_the_hardware_profile(recomputed_layers: int) -> None:
+    model, base = model_profile("qwen3-1.7b"), hardware_profile("h200")
+    sizes = {"num_ranks": 4, "recomputed_layers": recomputed_layers, "bytes_per_element": 2, "reduce_every": "step"}
+    analytic = CostModel.from_profiles(model, base, **sizes)  # type: ignore[arg-type]
+    assert (analytic.host_s, analytic.host_s_per_round) == (0.0, 0.0)
+    cost = dataclasses.replace(analytic, host_s=0.25, host_s_per_round=0.07)
+    sheet = {"peak_flops": base.peak_flops, "memory_bytes": base.memory_bytes, "bytes_per_element": 2}
+    found = measured_hardware(base, cost, model=model, name="mine", **sheet)  # type: ignore[arg-type]
+    again = CostModel.from_profiles(model, found, **sizes)  # type: ignore[arg-type]
+    assert (again.host_s, again.host_s_per_round) == pytest.approx((0.25, 0.07))
 
 
 def test_profiles_from_before_are_read() -> None:
