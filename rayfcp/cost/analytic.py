@@ -138,6 +138,19 @@ def ring_bytes(model: ModelProfile, *, again: int, bytes_per_element: int) -> tu
     return once * bytes_per_element, (2 * once + repeated) * bytes_per_element + returned_bytes, returned_bytes
 
 
+def host_layers(model: ModelProfile, *, again: int) -> tuple[float, float]:
+    """Layers that the host enqueues forward and backward, and those of them with rounds; a layer of the first `again`
+    ones, which run forward once more, is the forward part of a further one."""
+    part = 1 / (1 + model.linear_backward)
+    attending = sum(each.attention is not None for each in model.every_layer)
+    return model.num_layers + part * again, attending + part * len(_attending(model, again))
+
+
+def _host(model: ModelProfile, hardware: HardwareProfile, *, again: int) -> dict[str, float]:
+    enqueued, with_rounds = host_layers(model, again=again)
+    return {"host_s": enqueued * hardware.host_layer_s, "host_s_per_round": with_rounds * hardware.host_round_s}
+
+
 def flops_per_s(hardware: HardwareProfile, *, bytes_per_element: int) -> tuple[float, float]:
     """FLOP/s of attention and of linear layers; numbers wider than the profile's run at proportionally less."""
     peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
@@ -172,6 +185,7 @@ def coefficients(
         "recomputed_layers": again,
         **{name: getattr(model, name) for name in ("linear_backward", "keeps_attention", "num_heads", "num_kv_heads")},
         "ranks_per_node": hardware.devices_per_node,
+        **_host(model, hardware, again=again),
         **_links(model, hardware, again=again, bytes_per_element=bytes_per_element),
         **_shards(
             model,

@@ -61,6 +61,7 @@ def lower_bound(
     (5) A microbatch in which ranks compute for y takes h(y) (`CostModel.microbatch_s`), which is convex and no less
     than y + x. So n or more microbatches of (1), whose y sum to T, take n h(T / n) at least; and if one takes t(k, d) +
     f, as in (2), the others take h(f) each.
+    (6) The host enqueues a microbatch's passes in `host_s` at least, one after the other, whatever ranks compute.
 
     Raises:
         InfeasiblePlanError: a sequence that all ranks together cannot hold, or no group of a permitted degree.
@@ -87,6 +88,7 @@ def lower_bound(
     bounds = [
         shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s + encoded_s,
         alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s + largest_s,
+        fewest * cost.host_s + cost.reduce_exposed_s,
     ]
     if constraints.bind:
         mean_s = cost.microbatch_s(shared_s / fewest + fixed_s, last=False)

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rayfcp.cost.analytic import attention_passes, half_flops, recomputed_flops, ring_bytes
+from rayfcp.cost.analytic import attention_passes, half_flops, host_layers, recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
-from rayfcp.cost.shown import is_bound, kept_where_hidden, with_host, with_rounds
+from rayfcp.cost.shown import ABOUT, is_bound, kept_where_hidden, with_host, with_rounds
 from rayfcp.values import (
     BatchPlan,
     EncoderShare,
@@ -165,12 +165,15 @@ class PassShape:
 
 def few_shapes(num_ranks: int, *, max_tokens: int) -> list[PassShape]:
     """Shapes timed before a run starts: few and many tokens, long and short sequences, alone and in rings of 2 and of
-    all ranks. No rank holds more than `max_tokens`, except `MANY` sequences of one token."""
+    all ranks. No rank holds more than `max_tokens`, except `MANY` sequences of one token. On one rank, three passes
+    have few tokens, for the host, and four have many, for the three unknowns of the device."""
     short, half = max(max_tokens // MANY, 1), max(max_tokens // 2, 1)
-    shapes = [(1, [short]), (1, [short] * MANY), (1, [half] * 2), (1, [max_tokens])]
+    fewest, few, most = max(max_tokens // MANY**2, 1), max(max_tokens // MANY // 4, 1), max(3 * max_tokens // 4, 1)
+    alone = [[fewest], [few], [short], [short] * MANY, [half] * 2, [most], [max_tokens]]
+    shapes = [(1, tuple(lengths)) for lengths in alone]
     for degree in sorted({min(2, num_ranks), num_ranks} - {1}):
-        shapes += [(degree, [short]), (degree, [max_tokens] * degree)]
-    return [PassShape(degree=degree, lengths=tuple(lengths)) for degree, lengths in shapes]
+        shapes += [(degree, (short,)), (degree, (max_tokens,) * degree)]
+    return [PassShape(degree=degree, lengths=lengths) for degree, lengths in dict.fromkeys(shapes)]
 
 
 def many_shapes(num_ranks: int, *, max_tokens: int) -> list[PassShape]:
@@ -348,9 +351,6 @@ OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MIN_SHARE = 0.25
 """Share of its analytic value that a term which vanished in noise keeps."""
 
-ABOUT = 1.25
-"""How much larger an error counts as about the same."""
-
 ROUNDS = 6
 """Iterations of telling in which passes the ring is longer than the attention beside it."""
 
@@ -388,7 +388,7 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
             f"timings of degree 1 are {len(local)}, must be at least {least} and positive; measure more shapes"
         )
     base = cost.with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0, reduce_exposed_s=0.0)
-    start = with_host(cost, local, fit_device=lambda passes: _fit_local(base, cost, local=passes))
+    start, untold = with_host(base, local, fit_device=lambda passes: _fit_local(base, cost, local=passes))
     start = with_rounds(start, [each for each in timings if each.degree > 1 and each.primitive is Primitive.RING])
     bound = [timing for timing in timings if is_bound(start, timing)]
     linked = [timing for timing in timings if timing.degree > 1 and timing not in bound]
@@ -405,7 +405,7 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
             best = best.with_coefficients(ulysses_intra_s_per_token=least_s, ulysses_inter_s_per_token=least_s)
     best, kept = kept_where_hidden(best, cost, timings=timings)
     notes = _notes(best, num_bound=len(bound), num_timings=len(timings), kept=kept)
-    return Fit(cost=best, mean_error=mean_error(best, timings), notes=notes)
+    return Fit(cost=best, mean_error=mean_error(best, timings), notes=notes + untold)
 
 
 def _notes(cost: CostModel, *, num_bound: int, num_timings: int, kept: Sequence[str]) -> tuple[str, ...]:
@@ -532,6 +532,7 @@ def measured_hardware(
     peak_flops = max(peak_flops, attention_rate, linear_rate)
     half_s = half_flops(model, again=cost.recomputed_layers) / linear_rate  # of each of the half tokens
     half_tokens = min(linear_half_tokens, cost.fixed_s / half_s)
+    enqueued, with_rounds = host_layers(model, again=cost.recomputed_layers)
     return replace(
         base,
         name=name,
@@ -544,6 +545,8 @@ def measured_hardware(
         overlap=cost.overlap,
         attention_half_tokens=cost.attention_half_tokens,
         linear_half_tokens=half_tokens,
+        host_layer_s=cost.host_s / enqueued,
+        host_round_s=cost.host_s_per_round / (with_rounds or 1),
         source="",
         **_measured_links(cost, model, bytes_per_element=bytes_per_element, num_nodes=num_nodes),  # type: ignore[arg-type]
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
-from rayfcp.cost.model import CostModel, scans_of, speeds_of
+from rayfcp.cost.model import EXCHANGES, CostModel, scans_of, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.scans import ScanCost
 from rayfcp.cost.work import LayoutWork, layout_work
@@ -83,7 +83,8 @@ def layout_passes(
     hold = layout.pacing.num_buffers if layout.pacing else HOLD
     linear_s = (cost.linear_s_per_token * work.tokens + cost.fixed_s) / speeds_of(cluster)
     forward_s, backward_s = passes_s(rounds, linear_s, hold=hold, cost=cost)
-    host_s = cost.host_s + len(np.unique(rounds.phase)) * cost.host_s_per_round
+    exchanges = EXCHANGES * (layout.heads > 1)
+    host_s = cost.host_s + (len(np.unique(rounds.phase)) + exchanges) * cost.host_s_per_round
     forward_s = max(forward_s, cost.linear_forward * host_s)
     backward_s = max(backward_s, (1 - cost.linear_forward) * host_s)
     states_s = _states_s(layout, cluster=cluster, cost=cost)

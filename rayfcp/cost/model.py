@@ -62,15 +62,21 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
             **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
         ),
     )
-    if cost.host_s_per_round:
-        enqueued_s = (ranks - 1) * cost.host_s_per_round
-        shares = cost.linear_forward, 1 - cost.linear_forward
-        first, second = (
-            each._replace(host_s=each.host_s + share * enqueued_s) for each, share in zip(passes, shares, strict=True)
-        )
-        passes = first, second
+    passes = _with_host(cost, passes, rounds=ranks - 1)
     scans = scans_of(cost, ranks, parts=RING_PARTS, crosses=crosses)
     return _with_states(cost, passes, scans, ranks=ranks) if scans else passes
+
+
+def _with_host(cost: "CostModel", passes: tuple[Terms, Terms], *, rounds: Floats) -> tuple[Terms, Terms]:
+    """Forward and backward in which the host enqueues `rounds` further rounds, or exchanges."""
+    if not cost.host_s_per_round:
+        return passes
+    shares = cost.linear_forward, 1 - cost.linear_forward
+    forward, backward = (
+        each._replace(host_s=each.host_s + share * cost.host_s_per_round * rounds)
+        for each, share in zip(passes, shares, strict=True)
+    )
+    return forward, backward
 
 
 def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) -> tuple[Moved, Moved] | None:
@@ -172,6 +178,7 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
             (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward),
         )
     )
+    forward, backward = _with_host(cost, (forward, backward), rounds=np.where(ranks > 1, EXCHANGES, 0.0))
     scans = scans_of(cost, ranks, parts=1, crosses=crosses)
     if scans is None:
         return forward, backward
@@ -194,6 +201,9 @@ def _computed(cost: "CostModel", ranks: Floats, *, attention: float, linear: flo
     }
     return Terms(**(nothing_moves | computed))
 
+
+EXCHANGES = 2
+"""Exchanges of heads in a pass, before and after attention."""
 
 PARTS = ("pipeline", "layer_kinds", "scan", "encoder")
 """Fields of a cost model that are no numbers."""
@@ -245,8 +255,8 @@ class CostModel:
     times the keys and values. Each token then takes 1 + (a - 1) x `kv_growth` of the memory of a token (`room`). 0 with
     stages, whose bytes are counted (`PipelineCost.layer_bytes`).
 
-    Host: it enqueues all layers in `host_s`, and every further round of a ring in `host_s_per_round`, beside the
-    device; 0 unless passes show it.
+    Host: it enqueues all layers in `host_s`, and every further round of a ring and every exchange of heads in
+    `host_s_per_round`, beside the device; 0 unless passes show it or the hardware profile has it.
 
     `recomputed_layers` run forward again in backward, with `keeps_attention` without their attention, rounds and
     exchanges.

@@ -35,6 +35,8 @@ MAY_BE_ZERO = {"latency_s", "microbatch_overhead_s", "overlap", "node_uplink_ban
 MAY_BE_ZERO |= {
     "collective_intra_s",
     "collective_inter_s",
+    "host_layer_s",
+    "host_round_s",
     "attention_half_tokens",
     "linear_half_tokens",
     "shared_ffn_size",

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from rayfcp.cost.model import CostModel
+from rayfcp.cost.model import EXCHANGES, CostModel
 from rayfcp.values import Primitive
 
 
@@ -35,13 +35,26 @@ NOISE = 0.02
 """Relative error of a timed pass in the best case."""
 MOST_NOISE = 0.1
 """A fit whose error is larger is wrong, which is no reason to keep a coefficient."""
-CLEARER = 0.5
+CLEARER = 0.65
 """Share of the error that may be left where passes are said to be bound by the host."""
+ABOUT = 1.25
+"""How much larger an error counts as about the same."""
+EQUAL = 1.5
+"""How much larger an error counts as equal where all passes may be bound by the host: with 1.25 one noisy pass made the
+device eight times too slow in 1 of 40 fits of such passes."""
+SIGNIFICANT = 3.0
+"""Multiples of noise that a part of the seconds is at least."""
 LEAST_BOUND = 2
 """Passes that show a constant."""
 UNKNOWNS = 3
 """Fixed cost, linear layers and attention."""
 ITERATIONS = 3
+
+UNTOLD = "these passes do not tell whether the host bounds those of few tokens; time more rounds or more tokens"
+SCALED = (
+    "{left} of {all} passes on one rank are not bound by the host, too few to fit attention and linear layers apart: "
+    "both are analytic, scaled to these passes; time more tokens to measure them"
+)
 
 COEFFICIENTS: dict[str, Primitive | None] = {
     "linear_s_per_token": None,
@@ -65,26 +78,68 @@ def errors_of(cost: CostModel, timings: Sequence[Timed]) -> list[float]:
 
 def with_host(
     guess: CostModel, local: Sequence[AnyTimed], *, fit_device: Callable[[Sequence[AnyTimed]], CostModel]
-) -> CostModel:
-    """The fit of passes on one rank that explains them best: all of them by the device, or those of least work by a
-    host that takes `host_s` for each. The latter only if it leaves less than `CLEARER` of the error per degree of
-    freedom, and if more passes than unknowns are left to the device."""
-    ordered = sorted(local, key=lambda each: guess.compute_s(each.num_pairs, float(each.num_tokens)))
+) -> tuple[CostModel, tuple[str, ...]]:
+    """Return the fit of passes on one rank that explains them best, all by the device, or those of least work by a host
+    that takes `host_s` for each; and what the passes could not tell.
+
+    Where `UNKNOWNS` passes or fewer are left to the device, they scale `guess`. A host must leave less than `CLEARER`
+    of the error per degree of freedom, unless seconds do not show the device's work at all. Cores that both compute and
+    enqueue (`overlap` is 0) do one after the other: there the host is part of the fixed cost.
+    """
+    ordered = sorted(local, key=lambda each: _work_s(guess, each))
 
     def error(cost: CostModel, unknowns: int) -> float:
         squares = sum(each**2 for each in errors_of(cost, local))
         return float(np.sqrt(squares / (len(local) - unknowns)))
 
     usual = fit_device(local)
-    if len(local) <= UNKNOWNS + LEAST_BOUND or error(usual, UNKNOWNS) < NOISE:
-        return usual
+    if guess.overlap == 0.0:
+        return usual, ()
+    if len(local) <= UNKNOWNS + LEAST_BOUND:
+        return usual, (UNTOLD,)
+    usual_error = error(usual, UNKNOWNS)
+    hidden = _hides_device(usual, guess, timings=local, noise=max(usual_error, NOISE))
+    if usual_error < NOISE and not hidden:
+        return usual, ()
     found = []
-    for count in range(LEAST_BOUND, len(local) - UNKNOWNS):
-        per = np.array([1.0 / each.seconds for each in ordered[:count]])
-        host_s = float(per.sum() / (per @ per))  # least squares of relative errors
-        found.append(dataclasses.replace(fit_device(ordered[count:]), host_s=host_s))
-    best = min(found, key=lambda each: error(each, UNKNOWNS + 2))
-    return best if error(best, UNKNOWNS + 2) < CLEARER * error(usual, UNKNOWNS) else usual
+    for count in range(LEAST_BOUND, len(local) + 1):
+        rest, fitted = ordered[count:], len(local) - count > UNKNOWNS
+        device = fit_device(rest) if fitted else _scaled(guess, rest, hidden=ordered[-1])
+        host_s = _constant([each.seconds for each in ordered[:count]])
+        found.append((dataclasses.replace(device, host_s=host_s), 2 + (UNKNOWNS if fitted else bool(rest)), len(rest)))
+    best, unknowns, left = min(found, key=lambda each: error(*each[:2]))
+    if hidden and error(*found[-1][:2]) <= EQUAL * error(best, unknowns):
+        best, unknowns, left = found[-1]
+    best_error = error(best, unknowns)
+    if best_error < (ABOUT if hidden else CLEARER) * usual_error:
+        return best, () if left > UNKNOWNS else (SCALED.format(left=left, all=len(local)),)
+    return usual, (UNTOLD,) if best_error < usual_error / ABOUT else ()
+
+
+def _work_s(cost: CostModel, timing: Timed) -> float:
+    return cost.compute_s(timing.num_pairs, float(timing.num_tokens))
+
+
+def _constant(seconds: Sequence[float], parts: Sequence[float] = ()) -> float:
+    """The multiple of `parts` (default: 1 each) with the least squares of errors relative to `seconds`."""
+    per = np.array(parts or [1.0] * len(seconds)) / seconds
+    return float(per.sum() / (per @ per))
+
+
+def _hides_device(usual: CostModel, guess: CostModel, *, timings: Sequence[Timed], noise: float) -> bool:
+    """Whether seconds hardly grow with the device's work, though by `guess` that is clearly more of them."""
+    shown, due = (max(_work_s(cost, each) / each.seconds for each in timings) for cost in (usual, guess))
+    return shown < min(SIGNIFICANT * noise, CLEARER * due)
+
+
+def _scaled(guess: CostModel, passes: Sequence[Timed], *, hidden: Timed) -> CostModel:
+    """`guess` with its computation scaled to explain `passes`; without any, to take no longer than the pass `hidden`,
+    which the host bounds."""
+    used = passes or [hidden]
+    scale = _constant([each.seconds for each in used], [guess.fixed_s + _work_s(guess, each) for each in used])
+    names = ("attention_s_per_pair", "linear_s_per_token", "fixed_s")
+    scale = scale if passes else min(scale, 1.0)
+    return guess.with_coefficients(**{name: scale * getattr(guess, name) for name in names})
 
 
 def with_rounds(cost: CostModel, rings: Sequence[Timed]) -> CostModel:
@@ -103,7 +158,7 @@ def with_rounds(cost: CostModel, rings: Sequence[Timed]) -> CostModel:
 
 def is_bound(cost: CostModel, timing: Timed) -> bool:
     """Whether the host takes longer to enqueue a pass than the device to compute it."""
-    rounds = timing.degree - 1 if timing.primitive is Primitive.RING else 0
+    rounds = timing.degree - 1 if timing.primitive is Primitive.RING else EXCHANGES * (timing.degree > 1)
     computed_s = cost.fixed_s + cost.compute_s(timing.num_pairs, float(timing.num_tokens)) / timing.degree
     return computed_s < cost.host_s + rounds * cost.host_s_per_round
 

@@ -88,6 +88,17 @@ class Machine:
         """Seconds of each device over those of a device of speed 1."""
         return np.tile(1.0 / np.array(self.speed_of_rank, np.float64), self.num_stages)
 
+    @property
+    def hosted(self) -> bool:
+        """Whether devices may wait for their hosts."""
+        return self.hardware.host_layer_s + self.hardware.host_round_s > 0
+
+    def host_s(self, *, backward: bool) -> tuple[float, float]:
+        """Seconds in which the host enqueues a layer, and a further round, in one pass."""
+        times = self.model.linear_backward
+        share = (times if backward else 1.0) / (1 + times)
+        return share * self.hardware.host_layer_s, share * self.hardware.host_round_s
+
     def attention_s_per_pair(self, shape: LayerProfile) -> float:
         return shape.pair_flops / (self.peak_flops * self.hardware.attention_efficiency)
 

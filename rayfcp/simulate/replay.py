@@ -17,8 +17,9 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner
 from rayfcp.values.arrays import Floats, Ints
 
-COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE = range(7)
-"""Kinds of operations; what `Script.arg` names: a row of work, a pass, a collective (twice), a mark, a hop (twice)."""
+COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE, ENQUEUED = range(8)
+"""Kinds of operations; what `Script.arg` names: a row of work, a pass, a collective (twice), a mark, a hop (twice), a
+pass (-1: the host begins)."""
 
 WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
 """Categories of a device's time."""
@@ -27,6 +28,8 @@ WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
 class Script(NamedTuple):
     """The operations of every stage, one stage after the other, in order: COMPUTE takes (`base_s` + `per_token_s` x
     what the device has in row `arg`, tokens of a microbatch or patches or pairs of its images) x its `slowness`.
+    ENQUEUED ends when the host, which goes on beside the device, has enqueued what comes before: it takes `base_s` +
+    `per_token_s` x the rounds of pass `arg` beyond the first one.
     `recorded`: the rounds of this ATTEND go to the record. Those of device d are `first[d]` to `stop[d]`."""
 
     kind: Ints
@@ -82,7 +85,7 @@ class ReplayState(NamedTuple):
     `latest[server]`. `op`, `round`: what each rank does. `waits_for`: a collective, `awaits` a hop (-1: none), since
     `waits_since`. `compute_end`, `first_start`, `last_end`, `open`: of the round that runs; `last_busy`: until when
     those that it waits for computed. `collective_s[c]`: when the last rank posted it, start and end; `hop_s[h]`: when
-    it was sent, start and end. `spent[rank, category]`.
+    it was sent, start and end. `host_s[rank]`: until when its host enqueues. `spent[rank, category]`.
     """
 
     heap_s: Floats
@@ -106,6 +109,7 @@ class ReplayState(NamedTuple):
     collective_s: Floats
     latest: Ints
     hop_s: Floats
+    host_s: Floats
     spent: Floats
 
 
@@ -146,6 +150,7 @@ def new_state(
         collective_s=np.full((num_collectives, 3), -1.0),
         latest=np.full(num_servers, -1, np.int64),
         hop_s=np.full((num_hops, 3), -1.0),
+        host_s=np.zeros(num_ranks),
         spent=np.zeros((num_ranks, 6)),
     )
 
@@ -371,6 +376,29 @@ def _mark(s: ReplayState, record: ReplayRecord, mark: int, rank: int, now: float
 
 
 @inner
+def _take_time(s: ReplayState, script: Script, tokens: Floats, rounds: Rounds, rank: int, now: float) -> bool:
+    """Compute, or wait for the host if it has not enqueued everything yet; False if that takes no time."""
+    op = s.op[rank]
+    arg = script.arg[op]
+    until = now
+    if script.kind[op] == COMPUTE:
+        until += script.slowness[rank] * (script.base_s[op] + script.per_token_s[op] * tokens[arg, rank])
+        s.spent[rank, WORK] += until - now
+        s.compute_end[rank] = until
+    elif arg < 0:
+        s.host_s[rank] = now
+    else:
+        further = max(rounds.number[arg, rank] - 1, 0)
+        s.host_s[rank] += script.base_s[op] + script.per_token_s[op] * further
+        until = max(now, s.host_s[rank])
+        s.spent[rank, IDLE] += until - now
+    if until > now:
+        s.op[rank] += 1
+        push(s, (until, rank))
+    return until > now
+
+
+@inner
 def _advance(
     s: ReplayState,
     script: Script,
@@ -392,13 +420,8 @@ def _advance(
                 _begin_round(s, script, rounds, messages, wires, record, rank, now)
                 return
             s.round[rank] = 0
-        elif kind == COMPUTE:
-            seconds = script.slowness[rank] * (script.base_s[op] + script.per_token_s[op] * tokens[arg, rank])
-            s.spent[rank, WORK] += seconds
-            s.compute_end[rank] = now + seconds
-            if seconds > 0.0:
-                s.op[rank] += 1
-                push(s, (now + seconds, rank))
+        elif kind in (COMPUTE, ENQUEUED):
+            if _take_time(s, script, tokens, rounds, rank, now):
                 return
         elif kind == POST:
             _post(s, wires, arg, now)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rayfcp.program import Backward, Receive, Send, StageFlow
 from rayfcp.simulate.machine import Machine, StageModel
-from rayfcp.simulate.replay import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT
+from rayfcp.simulate.replay import ATTEND, COMPUTE, ENQUEUED, MARK, POST, RECEIVE, SEND, WAIT
 from rayfcp.values import LayerProfile
 
 SHOWN_LAYERS = 6
@@ -111,6 +111,7 @@ class ScriptWriter:
         numbers = [before + kind for kind in self.part.kinds]
         first = self._gather_layer(numbers[0], kept=self.kept and self.part.num_layers == 1)
         self.wait(root)
+        self._enqueue(-1)
         ready = self.marks
 
         def layer(number: int, recorded: bool) -> None:
@@ -133,6 +134,7 @@ class ScriptWriter:
         plain, later = numbers[: len(numbers) - recomputed], numbers[len(numbers) - recomputed :]
         reduced: list[int] = []
         gather, self.kept = self._gather_layer(numbers[0], kept=self.kept), False
+        self._enqueue(-1)
         if self.part.last:
             self.linear(microbatch, machine.head_s_per_token * machine.model.linear_backward)
 
@@ -148,6 +150,7 @@ class ScriptWriter:
                 shape = self._shape(number)
                 idle_s = machine.idle_s_per_token(shape)
                 self.linear(microbatch, machine.repeated_s_per_token(shape), idle_s=idle_s)
+                self._enqueue(number, attends=False)
             one(number, recorded)
 
         if plain:
@@ -211,6 +214,14 @@ class ScriptWriter:
             self.linear(microbatch, linear_s * share)
             self.attend(number, recorded=recorded)
             self.linear(microbatch, linear_s * (1 - share), idle_s=idle_s)
+        self._enqueue(number - backward * len(machine.shapes), backward=backward, attends=shape.attention is not None)
+
+    def _enqueue(self, number: int, *, backward: bool = False, attends: bool = False) -> None:
+        """Wait for the host to enqueue a layer, with the rounds of forward pass `number` where it `attends`; -1: the
+        host begins. Nothing where the profile has no host."""
+        if self.machine.hosted:
+            layer_s, round_s = self.machine.host_s(backward=backward)
+            self.operations.append((ENQUEUED, number, layer_s, attends * round_s, 0))
 
     def _shape(self, number: int) -> LayerProfile:
         """The shape of the layers of a pass."""

@@ -1,6 +1,6 @@
 """Replay of a step, equal layers in part: once every rank and port advances by the same time from layer to layer, the
 other layers repeat it, and their time is added instead of replayed. That holds where all devices do the same; stages,
-which run different passes at a time, are replayed whole."""
+which run different passes at a time, and hosts, whose lead of a device lasts for several layers, are replayed whole."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def run(
         ValueError: some rank waits forever.
     """
     number, hops = hops_of(programs, machine=machine)
-    alike = machine.num_stages == 1 and len(machine.shapes) == 1
+    alike = machine.num_stages == 1 and len(machine.shapes) == 1 and not machine.hosted
     shown: dict[RowKey, int] | None = {} if alike else None
     while True:
         plots = _plots(programs, machine=machine, hops=number, shown=shown, gather_every=gather_every)

@@ -318,6 +318,8 @@ class HardwareProfile:
     `node_uplink_bandwidth`: all ranks of a node together, per direction (0: the sum of its ranks' own links).
     `collective_intra_s`, `collective_inter_s`: latency that each hop inside a node and between nodes adds to a gather
     or reduction of shards, which takes `latency_s` beside them (both 0: such collectives have no latency).
+    `host_layer_s`: seconds in which the host enqueues a layer, forward and backward, beside the device (0: the device
+    never waits for it); `host_round_s`: a further round of a layer's attention, or exchange of heads, in the same way.
     `source` names for every figure where it comes from.
     """
 
@@ -338,4 +340,6 @@ class HardwareProfile:
     node_uplink_bandwidth: float = 0.0
     collective_intra_s: float = 0.0
     collective_inter_s: float = 0.0
+    host_layer_s: float = 0.0
+    host_round_s: float = 0.0
     source: str = ""

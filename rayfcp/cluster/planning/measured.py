@@ -48,10 +48,13 @@ def without_shards(
 ) -> HardwareProfile:
     """`hardware` with a fixed cost that excludes gathers and reductions, which the simulator adds itself.
 
-    For a pass of one token per rank, simulator and cost model then agree, as far as an overhead of at least 0 allows.
+    For a pass of one token per rank, simulator and cost model then agree, as far as an overhead of at least 0 allows,
+    and without the host, which would hide that.
     """
     shape = PassShape(degree=1, lengths=(1,))
-    simulated_s = pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, cost=cost)
+    cost = dataclasses.replace(cost, host_s=0.0, host_s_per_round=0.0)
+    alone = dataclasses.replace(hardware, host_layer_s=0.0, host_round_s=0.0)
+    simulated_s = pass_seconds(shape, cluster=cluster, model=model, hardware=alone, cost=cost)
     more_s = simulated_s - float(cost.group_s(1.0, 1.0, degree=1))
     return dataclasses.replace(hardware, microbatch_overhead_s=max(0.0, hardware.microbatch_overhead_s - more_s))
 
