@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rayfcp.adapters.planning import HostPlanner, planner_for
 from rayfcp.config.constraints import PRESETS
-from rayfcp.values import BatchPlan, token_counts
+from rayfcp.values import BatchPlan, InfeasiblePlanError, token_counts
 
 MEGATRON = PRESETS["megatron"]
 
@@ -59,8 +59,8 @@ class FlexScheduler:
         """Return the ids of sequences by microbatch and DPxCP rank, from pairs of an id and a length in tokens.
 
         Raises:
-            InfeasiblePlanError: A sequence that all ranks together cannot hold, or too few sequences for the multiple
-                of microbatches.
+            InfeasiblePlanError: A sequence that all ranks together cannot hold, too few sequences for the multiple of
+                microbatches, or no plan found with at most `max_num_seqs` sequences in each group.
         """
         ids = [each for each, _ in sample_id_seqlens]
         if not ids:
@@ -77,12 +77,21 @@ class FlexScheduler:
         )
         padded, least = self._padded(lengths), 1
         while True:
-            plan = self._planner.plan(
-                [max(each, least) for each in padded],
-                num_ranks=self.total_hdp_gpus,
-                max_tokens_per_rank=self.max_seq_len_per_rank,
-                constraints=constraints,
-            )
+            try:
+                plan = self._planner.plan(
+                    [max(each, least) for each in padded],
+                    num_ranks=self.total_hdp_gpus,
+                    max_tokens_per_rank=self.max_seq_len_per_rank,
+                    constraints=constraints,
+                )
+            except InfeasiblePlanError as error:
+                if least == 1:
+                    raise
+                raise InfeasiblePlanError(
+                    f"max_num_seqs is {self.max_num_seqs}, no plan was found for {len(lengths)} sequences on "
+                    f"{self.total_hdp_gpus} ranks in a multiple of {constraints.microbatch_multiple} microbatches; "
+                    "raise max_num_seqs, or change microbatch_group_size_per_vp_stage or the number of sequences"
+                ) from error
             most = max(len(group.sequences) for row in plan.microbatches for group in row.groups)
             if self.max_num_seqs is None or most <= self.max_num_seqs:
                 return plan

@@ -118,6 +118,11 @@ def _too_few_for_stages() -> object:
     return FlexScheduler(1024, 1, 4, 2, planner=PLANNER).get_groups_and_subsamples([(0, 64)])
 
 
+def _too_few_in_a_group() -> object:
+    """One rank runs 5 sequences of one microbatch each, which is no multiple of 2."""
+    return FlexScheduler(1024, 1, 1, 2, 1, planner=PLANNER).get_groups_and_subsamples([(at, 100) for at in range(5)])
+
+
 def _too_long_for_a_bin() -> object:
     return nemo_rl.FlexPacker(1024, bin_count_multiple=2, planner=PLANNER).pack([64, 2048])
 
@@ -136,6 +141,7 @@ def _rank_beyond_the_world() -> object:
     [
         (_too_long_for_megatron, "sequence 1 has 8192 tokens, 4 ranks hold at most 4096"),
         (_too_few_for_stages, "asks for 2 microbatches or more"),
+        (_too_few_in_a_group, "max_num_seqs is 1, no plan was found for 5 sequences on 1 ranks in a multiple of 2"),
         (_too_long_for_a_bin, "sequence 1 has 2048 tokens, a bin holds at most 1024"),
         (_too_few_for_bins, "there are 2 sequences, must be at least 4"),
         (_rank_beyond_the_world, "dp_rank is 2, must be below"),

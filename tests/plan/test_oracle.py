@@ -49,6 +49,28 @@ def test_units_and_constraints_are_planned_at_the_speeds(constraints: HostConstr
     assert case.planned_s() <= case.best_s() * 1.03
 
 
+@pytest.mark.parametrize(
+    ("lengths", "room", "speeds", "constraints"),
+    [
+        ([60, 26, 26, 20], 70, (2.0, 1.0, 0.5, 0.5), HostConstraints(degrees=(1, 3))),
+        ([60, 60], 240, (1.0, 1.0, 0.5, 2.0), HostConstraints(degrees=(1, 3), all_ranks=True)),
+        ([7, 22, 46], 24, (0.5, 1.0, 2.0), HostConstraints(degrees="powers_of_two", num_microbatches=2)),
+        ([15, 16, 3], 8, (2.0, 1.0, 1.0, 0.5), HostConstraints(degrees=(2, 4), microbatch_multiple=2)),
+        ([40, 40, 40, 40], 160, (0.5, 2.0, 2.0, 0.5), HostConstraints(degrees=(2, 4))),
+        ([40, 40, 20, 20], 160, (1.0, 1.0, 2.0, 2.0), HostConstraints(degrees=(2, 4), all_ranks=True)),
+        ([50, 20, 20], 60, (1.0, 0.5), HostConstraints(num_microbatches=2)),
+    ],
+)
+def test_slow_ranks_keep_their_groups_under_constraints(
+    lengths: list[int], room: int, speeds: tuple[float, ...], constraints: HostConstraints
+) -> None:
+    """Groups of fixed ranks remain where degrees have a common factor, and where microbatches are divided or must use
+    all ranks."""
+    cluster = ClusterSpec(num_ranks=len(speeds), max_tokens_per_rank=room, speed_of_rank=speeds)
+    case = Case(sequences=batch_of(lengths), cluster=cluster, cost=ALONE, constraints=constraints)
+    assert case.planned_s() <= case.best_s() * 1.005
+
+
 def test_groups_merge_where_ranks_would_be_left_over() -> None:
     cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=1)
     constraints = HostConstraints(degrees=(1, 3), all_ranks=True)

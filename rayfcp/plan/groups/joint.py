@@ -216,7 +216,7 @@ class JointSearch:
         """Where the number of microbatches is constrained, plans that were found without that: in one of these, some
         microbatches are divided where in others all would be smaller."""
         rule = self._problem.rule
-        if not (rule.exactly or rule.multiple > 1):
+        if not (rule.exactly > 1 or rule.multiple > 1):
             return []
         pinned = len(self._problem.prices.pinned) // 2
         state = empty_state(len(self._problem.batch.tokens), num_pinned=pinned)

@@ -64,9 +64,10 @@ def prices_of(
     `cluster` has the other ranks, which are as fast as `cost` says. Of degrees that are not `permitted` (none given:
     all are) the price is infinite; where all permitted ones are multiples of some number (`step_of`), so many ranks
     count as one here."""
-    step, most = step_of(permitted), max((len(group.ranks) for group in pinned), default=0)
-    degrees = step * np.arange(max(cluster.num_ranks // step, most) + 1, dtype=np.float64)
-    degrees[0] = 1.0
+    step = step_of(permitted)
+    num_ranks, max_tokens = cluster.num_ranks // step, step * cluster.max_tokens_per_rank
+    beside = [(len(group.ranks) // step, group) for group in pinned]
+    degrees = np.maximum(step * np.arange(1.0 + max([num_ranks, *(size for size, _ in beside)])), 1.0)
     outside = degrees > max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
     kinds = sorted({group.kind for group in pinned})
     crossing = [(True, 1.0), *((crosses, speed) for speed, crosses in kinds)]
@@ -75,8 +76,8 @@ def prices_of(
         [table_of(cost.terms(degrees, primitive=primitive, crosses=crosses, speed=speed)) for primitive in primitives]
         for crosses, speed in places
     ]
-    num_ranks, max_tokens = cluster.num_ranks // step, step * cluster.max_tokens_per_rank
-    held = float(num_ranks + sum(len(group.ranks) * min(group.speed, 1.0) for group in pinned))
+    capacity = float(num_ranks + sum(size * group.speed for size, group in beside))
+    held = float(num_ranks + sum(size * min(group.speed, 1.0) for size, group in beside))
     prices = Prices(
         terms=np.ravel(rows).view(np.recarray),  # records have attributes in plain Python, too
         fixed_s=float(cost.fixed_s),
@@ -87,8 +88,8 @@ def prices_of(
         num_ranks=num_ranks,
         num_primitives=len(primitives),
         num_degrees=len(degrees),
-        pinned=np.array([(len(group.ranks), PINNED + kinds.index(group.kind)) for group in pinned], np.int64).ravel(),
-        capacity=float(num_ranks + sum(len(group.ranks) * group.speed for group in pinned)),
+        pinned=np.array([(size, PINNED + kinds.index(group.kind)) for size, group in beside], np.int64).ravel(),
+        capacity=capacity,
         holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
@@ -121,7 +122,7 @@ def problem_of(
     Raises:
         InfeasiblePlanError: the constraints permit no degree.
     """
-    permitted = _permitted(constraints, num_ranks=cluster.num_ranks)
+    permitted = _permitted(constraints, num_ranks=cluster.num_ranks, pinned=pinned)
     step = step_of(permitted)
     prices = prices_of(cluster, cost, primitives=tuple(primitives), pinned=tuple(pinned), permitted=permitted)
     tokens, pairs, sequences = (np.array(each, np.float64) for each in (batch.num_tokens, batch.pairs, batch.counts))
@@ -153,15 +154,15 @@ def problem_of(
     )
 
 
-def _permitted(constraints: HostConstraints, *, num_ranks: int) -> tuple[int, ...]:
-    """Degrees that groups may have; nothing if all are permitted."""
+def _permitted(constraints: HostConstraints, *, num_ranks: int, pinned: Sequence[PinnedGroup]) -> tuple[int, ...]:
+    """Return the degrees that groups may have, those of pinned groups among them; nothing if all are permitted."""
     permitted = constraints.permitted(num_ranks)
     if not permitted or (constraints.all_ranks and num_ranks % step_of(permitted)):
         raise InfeasiblePlanError(
             f"plan.constraints.degrees is {constraints.degrees}, of which no groups can have all {num_ranks} ranks; "
             "permit another degree, or change the number of ranks"
         )
-    return () if len(permitted) == num_ranks else permitted
+    return () if len(permitted) == num_ranks else tuple(sorted({*permitted, *(len(group.ranks) for group in pinned)}))
 
 
 def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int]) -> Floats:
@@ -231,7 +232,8 @@ class GroupPlanner:
             pinned=self._pinned,
             constraints=options.constraints,
         )
-        self._step = step_of(_permitted(options.constraints, num_ranks=cluster.num_ranks))
+        permitted = _permitted(options.constraints, num_ranks=cluster.num_ranks, pinned=self._pinned)
+        self._step = step_of(permitted)
         if not math.isfinite(self._problem.batch.alone_s.max()):
             raise _no_group(self._problem, batch, cluster=cluster, options=options)
 
@@ -326,7 +328,7 @@ class GroupPlanner:
         for group in np.flatnonzero(state.span_kind[: state.counts[GROUPS]] >= PINNED).tolist():
             home = int(state.home[group])
             for at, pinned in enumerate(self._pinned):
-                fits = kinds[at] == state.span_kind[group] and len(pinned.ranks) == state.degree[group]
+                fits = kinds[at] == state.span_kind[group] and len(pinned.ranks) == self._step * state.degree[group]
                 if home >= 0 and fits and (home, at) not in taken:
                     taken.add((home, at))
                     found[group] = pinned.ranks

@@ -12,7 +12,7 @@ import numpy as np
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.fill import _unite
-from rayfcp.plan.groups.kernels.price import Load, Prices, _minus, _plus, _price
+from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _minus, _plus, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, _keep_pace, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -25,6 +25,7 @@ from rayfcp.plan.groups.kernels.state import (
     _load_of,
     _missing,
     _open,
+    _open_pinned,
     _reprice,
     _sequence,
 )
@@ -44,7 +45,7 @@ def settled(problem: SearchProblem) -> float:
         if rule.all_ranks:
             degrees = _permitted(problem)
             for microbatch in range(problem.state.counts[MICROBATCHES]):
-                if not _covered(problem, microbatch, degrees):
+                if not _is_empty(problem, microbatch) and not _covered(problem, microbatch, degrees):
                     return math.inf
     return place(problem)
 
@@ -68,17 +69,21 @@ def _divided(problem: SearchProblem) -> bool:
     state = problem.state
     used = np.zeros(len(state.spare), np.bool_)
     for group in range(state.counts[GROUPS]):
-        if state.home[group] >= 0:
+        if state.tokens[group] > 0.0:  # pinned groups stay in microbatches without sequences
             used[state.home[group]] = True
     missing = _missing(problem, int(used.sum()))
     for _ in range(missing):
         target = 0
         while target < len(used) and used[target]:
             target += 1
-        if target == len(used) or not _divide(problem, target):
+        if target == len(used):
+            return False
+        if target >= state.counts[MICROBATCHES]:
+            state.counts[MICROBATCHES] = target + 1
+            _open_pinned(problem, target)
+        if not _divide(problem, target):
             return False
         used[target] = True
-        state.counts[MICROBATCHES] = max(state.counts[MICROBATCHES], target + 1)
     return missing >= 0
 
 
@@ -101,13 +106,27 @@ def _divide(problem: SearchProblem, target: int) -> bool:
         if work[group] > 0.0:
             if gone < kept:
                 gone += work[group]
+                if state.span_kind[group] >= PINNED:
+                    state.home[_twin(problem, group, target)] = source
                 state.home[group] = target
             else:
                 kept += work[group]
-            state.spare[state.home[group]] -= state.degree[group]
+            if state.span_kind[group] < PINNED:
+                state.spare[state.home[group]] -= state.degree[group]
     _allocate(problem, source, 0)
     _allocate(problem, target, 0)
     return True
+
+
+@inner
+def _twin(problem: SearchProblem, pinned: int, microbatch: int) -> int:
+    """Return an empty group of a microbatch that is pinned to ranks as good as those of `pinned`."""
+    state = problem.state
+    for group in range(state.counts[GROUPS]):
+        alike = state.span_kind[group] == state.span_kind[pinned] and state.degree[group] == state.degree[pinned]
+        if alike and state.home[group] == microbatch and state.tokens[group] == 0.0:
+            return group
+    return pinned
 
 
 @inner_with_arrays
@@ -145,15 +164,21 @@ def _work(problem: SearchProblem, microbatch: int) -> Floats:
     return work
 
 
+@inner
+def _is_empty(problem: SearchProblem, microbatch: int) -> bool:
+    state = problem.state
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] == microbatch and state.tokens[group] > 0.0:
+            return False
+    return True
+
+
 @inner_with_arrays
 def _covered(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
     """Give all ranks of a microbatch to its groups; False if that cannot be."""
     state = problem.state
-    groups = 0
-    for group in range(state.counts[GROUPS]):
-        groups += state.home[group] == microbatch
-    if groups == 0:
-        return True
+    if not _pinned_filled(problem, microbatch):
+        return False
     merged = False  # what was merged is not split again
     while state.spare[microbatch] > 0:
         if not _grown(problem, microbatch, degrees):
@@ -161,13 +186,32 @@ def _covered(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
                 break
             if not merged and (_split_largest(problem, microbatch) or _borrowed(problem, microbatch, degrees[0])):
                 continue
-            if degrees[-1] == problem.prices.num_ranks:
-                _one_group(problem, microbatch)
-            elif not _merge_smallest(problem, microbatch):
+            one = degrees[-1] == problem.prices.num_ranks
+            merged = _one_group(problem, microbatch) if one else _merge_smallest(problem, microbatch)
+            if not merged:
                 return False
-            merged = True
     _keep_pace(problem, microbatch, 0)
     return bool(state.spare[microbatch] == 0)
+
+
+@inner_with_arrays
+def _pinned_filled(problem: SearchProblem, microbatch: int) -> bool:
+    """Give each empty pinned group the shortest sequence of the microbatch that is not alone in its group; False if
+    there is none that fits."""
+    state, batch = problem.state, problem.batch
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] != microbatch or state.tokens[group] > 0.0:
+            continue
+        sizes, at = _sizes(problem), len(state.owner) - 1
+        while at >= 0 and (sizes[state.owner[at]] < 2 or state.home[state.owner[at]] != microbatch):
+            at -= 1
+        if at < 0 or batch.tokens[at] > state.degree[group] * problem.prices.max_tokens:
+            return False
+        source = state.owner[at]
+        _hold(state, source, _minus(_load_of(state, source), _sequence(batch, at)))
+        _reprice(problem, source)
+        _join(problem, at, group, state.degree[group])
+    return True
 
 
 @inner_with_arrays
@@ -176,7 +220,7 @@ def _grown(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
     state = problem.state
     best, best_s, best_degree = -1, math.inf, 0
     for group in range(state.counts[GROUPS]):
-        if state.home[group] != microbatch:
+        if state.home[group] != microbatch or state.span_kind[group] >= PINNED:
             continue
         for degree in degrees:
             if degree > state.degree[group]:
@@ -204,7 +248,8 @@ def _grown(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
 def _exact(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
     """The permitted degrees of the least makespan that sum to all ranks; False if there are none."""
     state, prices = problem.state, problem.prices
-    groups = np.flatnonzero(state.home[: state.counts[GROUPS]] == microbatch)
+    count = state.counts[GROUPS]
+    groups = np.flatnonzero((state.home[:count] == microbatch) & (state.span_kind[:count] < PINNED))
     best = np.full(prices.num_ranks + 1, math.inf)
     best[0] = 0.0
     path = np.zeros((len(groups), prices.num_ranks + 1), np.int64)
@@ -233,27 +278,30 @@ def _exact(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
 
 
 @inner_with_arrays
-def _one_group(problem: SearchProblem, microbatch: int) -> None:
-    """All sequences of a microbatch share one group on all ranks."""
+def _one_group(problem: SearchProblem, microbatch: int) -> bool:
+    """All groups of a microbatch that are not pinned become one on all ranks; False if there is none."""
     state, first = problem.state, -1
     for group in range(state.counts[GROUPS]):
-        if state.home[group] == microbatch:
+        if state.home[group] == microbatch and state.span_kind[group] < PINNED:
             if first < 0:
                 first = group
             else:
                 _unite(problem, first, group)
+    if first < 0:
+        return False
     state.degree[first] = problem.prices.num_ranks
     state.spare[microbatch] = 0
     _reprice(problem, first)
+    return True
 
 
 @inner_with_arrays
 def _merge_smallest(problem: SearchProblem, microbatch: int) -> bool:
-    """The two groups of a microbatch with the fewest tokens share one of the fewest ranks that hold both; False if
-    there is one group only, or if the ranks do not suffice."""
+    """The two groups of a microbatch with the fewest tokens, pinned ones apart, share one of the fewest ranks that hold
+    both; False if there is one group only, or if the ranks do not suffice."""
     state, first, second = problem.state, -1, -1
     for group in range(state.counts[GROUPS]):
-        if state.home[group] != microbatch:
+        if state.home[group] != microbatch or state.span_kind[group] >= PINNED:
             continue
         if first < 0 or state.tokens[group] < state.tokens[first]:
             first, second = group, first
@@ -306,7 +354,9 @@ def _split_largest(problem: SearchProblem, microbatch: int) -> bool:
             goes[at] = gone < kept
             gone += batch.tokens[at] if goes[at] else 0.0
             kept += 0.0 if goes[at] else batch.tokens[at]
-    degree, rest = _fewest_ranks(prices, kept), _fewest_ranks(prices, gone)
+    is_pinned = state.span_kind[largest] >= PINNED
+    degree = state.degree[largest] if is_pinned else _fewest_ranks(prices, kept)
+    rest = _fewest_ranks(prices, gone)
     if degree + rest > state.spare[microbatch] + state.degree[largest]:
         return False
     state.spare[microbatch] += state.degree[largest] - degree
