@@ -33,8 +33,10 @@ def queued_tokens(
         return num_tokens
     numbers = sorted({node for at in crossing for node in held[at]})
     moved_s = np.array([_moved_s(cost, num_tokens[at], len(ranks[at]), primitives[at]) for at in crossing])
-    fraction = np.array([[_fraction(cost, held[at][node], primitives[at]) for node in numbers] for at in crossing])
-    uplink_s = moved_s[:, None] * fraction  # [group, node]
+    ring, each = fills_uplink(cost)
+    num_ranks = np.array([[held[at][node] for node in numbers] for at in crossing])  # [group, node]
+    is_ring = np.array([[primitives[at] is Primitive.RING] for at in crossing])
+    uplink_s = moved_s[:, None] * np.where(is_ring, ring * (num_ranks > 0), each * num_ranks)
     through_s = np.minimum(uplink_s[:, None], uplink_s[None]).sum(axis=1).max(axis=1)
     factor = np.ones(len(ranks))
     factor[crossing] = np.maximum(through_s / np.maximum(moved_s, np.finfo(float).tiny), 1.0)
@@ -46,11 +48,12 @@ def _moved_s(cost: "CostModel", num_tokens: float, degree: int, primitive: Primi
     return sum(float(each.moved_s_per_token) for each in passes) * num_tokens
 
 
-def _fraction(cost: "CostModel", num_ranks: int, primitive: Primitive) -> float:
-    """Fraction of the seconds of a group's messages in which `num_ranks` of its ranks fill their node's uplink.
+def fills_uplink(cost: "CostModel") -> tuple[float, float]:
+    """Fractions of the seconds of messages in which a ring, and the exchanges of each rank in a node, fill the node's
+    uplink; 0 where the uplink carries all ranks.
 
     A ring leaves a node from one rank. Exchanges of heads are priced as if all ranks of the node took part.
     """
-    if primitive is Primitive.RING:
-        return min(1.0, 1 / cost.uplink_ranks) if num_ranks else 0.0
-    return num_ranks * min(1 / cost.uplink_ranks, 1 / cost.ranks_per_node)
+    if not cost.uplink_ranks:
+        return 0.0, 0.0
+    return min(1.0, 1 / cost.uplink_ranks), min(1 / cost.uplink_ranks, 1 / cost.ranks_per_node)

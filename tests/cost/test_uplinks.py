@@ -9,7 +9,9 @@ from rayfcp.config.constraints import HostConstraints
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.uplinks import queued_tokens
 from rayfcp.plan import plan_batch
+from rayfcp.plan.assembly import assemble, columns_of
 from rayfcp.plan.auto import group_passes
+from rayfcp.plan.groups.planner import GroupPlanner
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Primitive
@@ -102,3 +104,19 @@ def test_plans_are_priced_with_queues():
     assert microbatch.group_s == pytest.approx([forward_s + backward_s for forward_s, backward_s in passes_s])
     alone_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=dataclasses.replace(cost, uplink_ranks=0.0))
     assert max(map(sum, passes_s)) > 1.5 * max(map(sum, alone_s))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_prices_queues_as_the_plan_does(seed):
+    """Only then does it choose among plans by what they take where their groups lie."""
+    hardware, rng = machine(node_uplink_bandwidth=5e4, inter_node_bandwidth=5e4), np.random.default_rng(seed)
+    cost = cost_of(hardware, num_ranks=24, model=MODEL)
+    cluster = ClusterSpec(num_ranks=24, max_tokens_per_rank=900)
+    batch = columns_of(specs([int(each) for each in rng.integers(800, 6000, 16)]), cost=cost)
+    planner = GroupPlanner(batch, cluster=cluster, cost=cost, options=PlanConfig(primitives=("ring", "ulysses")))
+    (seconds, state), _ = planner._joint()
+    found = assemble(planner._drafts(state), batch=batch, cluster=cluster, cost=cost)
+    assert sum(each.predicted_s for each in found) - cost.reduce_exposed_s == pytest.approx(seconds)
+    without = dataclasses.replace(cost, uplink_ranks=0.0)
+    alone = assemble(planner._drafts(state), batch=batch, cluster=cluster, cost=without)
+    assert sum(each.predicted_s for each in found) >= sum(each.predicted_s for each in alone)

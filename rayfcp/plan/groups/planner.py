@@ -14,6 +14,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.kernels.group_time import pass_s, recurrent_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
+from rayfcp.cost.uplinks import fills_uplink
 from rayfcp.plan.assembly import Columns, Draft
 from rayfcp.plan.groups.joint import JointSearch, only
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
@@ -76,7 +77,6 @@ def prices_of(
         for crosses, speed in places
     ]
     num_ranks, max_tokens = cluster.num_ranks // step, step * cluster.max_tokens_per_rank
-    capacity = float(num_ranks + sum(len(group.ranks) * group.speed for group in pinned))
     held = float(num_ranks + sum(len(group.ranks) * min(group.speed, 1.0) for group in pinned))
     prices = Prices(
         terms=np.ravel(rows).view(np.recarray),  # records have attributes in plain Python, too
@@ -88,11 +88,12 @@ def prices_of(
         num_primitives=len(primitives),
         num_degrees=len(degrees),
         pinned=np.array([(len(group.ranks), PINNED + kinds.index(group.kind)) for group in pinned], np.int64).ravel(),
-        capacity=capacity,
+        capacity=float(num_ranks + sum(len(group.ranks) * group.speed for group in pinned)),
         holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
         recurrent=cost.scan is not None or cost.shares_links,
+        fills=np.array(fills_uplink(cost)) * (1, step),
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
 
