@@ -186,6 +186,7 @@ def coefficients(
         **{name: getattr(model, name) for name in ("linear_backward", "keeps_attention", "num_heads", "num_kv_heads")},
         "ranks_per_node": hardware.devices_per_node,
         **_host(model, hardware, again=again),
+        "uplink_ranks": uplink_ranks(hardware) if len(layers_of_stage) == 1 else 0.0,
         **_links(model, hardware, again=again, bytes_per_element=bytes_per_element),
         **_shards(
             model,
@@ -384,3 +385,9 @@ def inter_bandwidth(hardware: HardwareProfile, *, senders: int = 0) -> float:
     """Bytes/s of a rank between nodes while `senders` ranks of its node send (0: all)."""
     shared = hardware.node_uplink_bandwidth / (senders or hardware.devices_per_node)
     return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
+
+
+def uplink_ranks(hardware: HardwareProfile) -> float:
+    """Number of ranks that a node's uplink carries at the full rate of their own links; 0 if it carries all."""
+    ranks = hardware.node_uplink_bandwidth / hardware.inter_node_bandwidth
+    return ranks if ranks < hardware.devices_per_node else 0.0

@@ -255,6 +255,9 @@ class CostModel:
     times the keys and values. Each token then takes 1 + (a - 1) x `kv_growth` of the memory of a token (`room`). 0 with
     stages, whose bytes are counted (`PipelineCost.layer_bytes`).
 
+    `uplink_ranks`: number of ranks that a node's uplink carries at the full rate of their own links between nodes; 0 if
+    it carries all of them. Groups of one microbatch queue for it (`rayfcp.cost.uplinks`).
+
     Host: it enqueues all layers in `host_s`, and every further round of a ring and every exchange of heads in
     `host_s_per_round`, beside the device; 0 unless passes show it or the hardware profile has it.
 
@@ -301,6 +304,7 @@ class CostModel:
     host_s: float = 0.0
     host_s_per_round: float = 0.0
     kv_growth: float = 0.0
+    uplink_ranks: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -357,13 +361,13 @@ class CostModel:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
-        """From `dataclasses.asdict`, also after a round trip through JSON, and of files from before the host's seconds
-        and the growth of memory.
+        """From `dataclasses.asdict`, also after a round trip through JSON, and of files from before the host's seconds,
+        the growth of memory and the uplinks.
 
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
-        fields = {"host_s": 0.0, "host_s_per_round": 0.0, "kv_growth": 0.0, **fields}
+        fields = {"host_s": 0.0, "host_s_per_round": 0.0, "kv_growth": 0.0, "uplink_ranks": 0.0, **fields}
         try:
             found = TypeAdapter(cls).validate_python(fields)
         except ValidationError as error:
@@ -472,10 +476,12 @@ class CostModel:
         crosses: npt.ArrayLike | None = None,
         speed: npt.ArrayLike = 1.0,
         num_sequences: npt.ArrayLike = 1,
+        moved_tokens: npt.ArrayLike | None = None,
     ) -> tuple[Floats, Floats]:
-        """Seconds of a group's forward and of its backward; their sum is `group_s`."""
+        """Seconds of a group's forward and of its backward; their sum is `group_s`. `moved_tokens`: tokens whose
+        messages take as long alone as those of the group take beside others (absent: all of its tokens)."""
         forward, backward = (
-            each.seconds(pairs, num_tokens, num_sequences=num_sequences)
+            each.seconds(pairs, num_tokens, num_sequences=num_sequences, moved_tokens=moved_tokens)
             for each in self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
         )
         return forward, backward

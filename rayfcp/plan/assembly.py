@@ -11,8 +11,9 @@ import numpy.typing as npt
 from rayfcp.config.constraints import Placement
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import fastest_first, place_groups, ranks_of_nodes
+from rayfcp.cost.uplinks import queued_tokens
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
-from rayfcp.values.arrays import Floats
+from rayfcp.values.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ def assemble(
     (`HostConstraints`), groups have consecutive ranks: the largest from 0 on, or node by node if that is better and
     they need not be aligned.
     """
-    loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
+    loads = _Loads.of(microbatches, batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
     ordered = _largest_first(microbatches, seconds=loads.alike_s(cost, nodes=nodes))
     if placement == "nodes":
@@ -167,20 +168,23 @@ def assemble(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loads:
-    """Drafts of all microbatches in one row, and what each holds."""
+    """Drafts of all microbatches in one row, what each holds, and the number of its microbatch."""
 
     drafts: list[Draft]
+    homes: Ints
     pairs: Floats
     tokens: Floats
     sequences: Floats
     degrees: Floats
 
     @classmethod
-    def of(cls, drafts: list[Draft], *, batch: Columns) -> "_Loads":
+    def of(cls, microbatches: Sequence[Sequence[Draft]], *, batch: Columns) -> "_Loads":
+        drafts = list(itertools.chain.from_iterable(microbatches))
         members = np.fromiter(itertools.chain.from_iterable([draft.members for draft in drafts]), np.int64)
         owners = np.repeat(np.arange(len(drafts)), [len(draft.members) for draft in drafts])
         return cls(
             drafts=drafts,
+            homes=np.repeat(np.arange(len(microbatches)), [len(each) for each in microbatches]),
             pairs=np.bincount(owners, np.array(batch.pairs, np.float64)[members]).astype(np.float64),
             tokens=np.bincount(owners, np.array(batch.num_tokens, np.float64)[members]).astype(np.float64),
             sequences=np.bincount(owners, np.array(batch.counts, np.float64)[members]).astype(np.float64),
@@ -188,11 +192,12 @@ class _Loads:
         )
 
     def only(self, number: int, count: int) -> "_Loads":
-        """`count` times the draft of that number."""
+        """`count` times the draft of that number, each in a microbatch of its own."""
         columns = (self.pairs, self.tokens, self.sequences, self.degrees)
         pairs, tokens, sequences, degrees = (np.full(count, column[number]) for column in columns)
         drafts = [self.drafts[number]] * count
-        return _Loads(drafts=drafts, pairs=pairs, tokens=tokens, sequences=sequences, degrees=degrees)
+        homes = np.arange(count)
+        return _Loads(drafts=drafts, homes=homes, pairs=pairs, tokens=tokens, sequences=sequences, degrees=degrees)
 
     def alike_s(self, cost: CostModel, *, nodes: Sequence[Sequence[int]], speed: float = 1.0) -> list[float]:
         """Seconds of each draft on ranks of that speed, in one node where the largest holds them."""
@@ -205,12 +210,25 @@ class _Loads:
     def named_s(
         self, ranks: Sequence[tuple[int, ...]], *, cluster: ClusterSpec, cost: CostModel, nodes: Sequence[Sequence[int]]
     ) -> Floats:
-        """[2, drafts]: forward and backward on these ranks."""
+        """[2, drafts]: forward and backward on these ranks, beside the other groups of the microbatch."""
         node_of_rank = _node_of_rank(nodes)
         torn = np.array([len({node_of_rank[rank] for rank in held}) > 1 for held in ranks])
-        return self._passes_s(cost, crosses=torn, speeds=group_speeds(ranks, cluster=cluster))
+        moved = self.tokens.copy()
+        if cost.uplink_ranks:
+            for home in np.unique(self.homes[torn]):
+                here = np.flatnonzero(torn & (self.homes == home)).tolist()
+                moved[here] = queued_tokens(
+                    cost,
+                    self.tokens[here],
+                    ranks=[ranks[at] for at in here],
+                    primitives=[self.drafts[at].primitive for at in here],
+                    nodes=node_of_rank,
+                )
+        return self._passes_s(cost, crosses=torn, speeds=group_speeds(ranks, cluster=cluster), moved=moved)
 
-    def _passes_s(self, cost: CostModel, *, crosses: npt.NDArray[np.bool_], speeds: Floats) -> Floats:
+    def _passes_s(
+        self, cost: CostModel, *, crosses: npt.NDArray[np.bool_], speeds: Floats, moved: Floats | None = None
+    ) -> Floats:
         seconds: Floats = np.zeros((2, len(self.drafts)))
         primitives = [draft.primitive for draft in self.drafts]
         for primitive in sorted(set(primitives)):
@@ -223,6 +241,7 @@ class _Loads:
                 crosses=crosses[at],
                 speed=speeds[at],
                 num_sequences=self.sequences[at],
+                moved_tokens=None if moved is None else moved[at],
             )
         return seconds
 

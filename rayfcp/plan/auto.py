@@ -10,11 +10,14 @@ degrees or blocks, which `flex-ring` and `flex-block` search too.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.bound import check_longest, lower_bound
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import node_of_ranks
+from rayfcp.cost.uplinks import queued_tokens
 from rayfcp.plan.constraints import is_constrained
 from rayfcp.plan.moves import with_share
 from rayfcp.plan.strategies.registry import AUTO, Proposal, StrategyInfo, strategies
@@ -165,18 +168,23 @@ def group_passes(
         passes_s = layout_passes(microbatch.layout, by_id=by_id, cluster=cluster, cost=cost)
         return [passes_s] * len(microbatch.groups)
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    speeds = group_speeds([group.ranks for group in microbatch.groups], cluster=cluster).tolist()
+    ranks = [group.ranks for group in microbatch.groups]
+    speeds = group_speeds(ranks, cluster=cluster).tolist()
+    tokens = np.array([sum(by_id[each].num_tokens for each in group.sequences) for group in microbatch.groups], float)
+    primitives = [group.primitive for group in microbatch.groups]
+    moved = queued_tokens(cost, tokens, ranks=ranks, primitives=primitives, nodes=nodes)
     priced = (
         cost.passes_s(
             sum(by_id[each].attention_pairs for each in group.sequences),
-            sum(by_id[each].num_tokens for each in group.sequences),
+            own,
+            moved_tokens=queued,
             degree=group.degree,
             primitive=group.primitive,
             crosses=len({nodes[rank] for rank in group.ranks}) > 1,
             speed=speed,
             num_sequences=len(group.sequences),
         )
-        for group, speed in zip(microbatch.groups, speeds, strict=True)
+        for group, speed, own, queued in zip(microbatch.groups, speeds, tokens.tolist(), moved.tolist(), strict=True)
     )
     return [(float(forward_s), float(backward_s)) for forward_s, backward_s in priced]
 

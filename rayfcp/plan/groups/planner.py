@@ -14,6 +14,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.kernels.group_time import pass_s, recurrent_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
+from rayfcp.cost.uplinks import fills_uplink
 from rayfcp.plan.assembly import Columns, Draft
 from rayfcp.plan.groups.joint import JointSearch, only
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
@@ -94,6 +95,7 @@ def prices_of(
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
         recurrent=cost.scan is not None or cost.shares_links,
+        fills=np.array(fills_uplink(cost)) * (1, step),
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
 

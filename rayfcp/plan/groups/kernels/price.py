@@ -22,7 +22,8 @@ class Prices(NamedTuple):
     degree] in one row, where that is less than its ranks hold, infinite elsewhere. `num_ranks`: those that groups share
     out as they like, `num_degrees` in `terms`; `pinned` of every microbatch, beside them: degree and `span_kind` of
     each; `capacity`: ranks that compute as much as all together, `holds`: tokens that these can hold; `ahead`,
-    `ahead_s`: as `CostModel` has them; `recurrent`: layers are that pass states or heads."""
+    `ahead_s`: as `CostModel` has them; `recurrent`: layers are that pass states or heads; `fills`: those of
+    `rayfcp.cost.uplinks.fills_uplink`."""
 
     terms: npt.NDArray[np.void]
     fixed_s: float
@@ -39,6 +40,7 @@ class Prices(NamedTuple):
     ahead: float
     ahead_s: float
     recurrent: bool
+    fills: Floats
 
 
 class Load(NamedTuple):
@@ -70,14 +72,21 @@ _recurrent_s = inlined(group_time.recurrent_s)
 
 
 @inlined
+def _queued_pass_s(prices: Prices, load: Load, at: int, moved_tokens: float) -> float:
+    """Seconds of a pass by the record `at` of `Prices.terms`, whose messages take as long as those of `moved_tokens`
+    take alone."""
+    seconds = _usual_s(prices.terms[at], load.pairs, load.tokens, moved_tokens)
+    if prices.recurrent:
+        seconds = _recurrent_s(prices.terms[at], seconds, load.tokens, moved_tokens, load.sequences)
+    return float(seconds)
+
+
+@inlined
 def _pass_s(prices: Prices, load: Load, degree: int, span_kind: int, primitive: int, each: int) -> float:
     """Seconds of the forward (0) or the backward (1) of a group of so many ranks; `span_kind` is 1 if it spans nodes
     though it would fit in one, or that of a pinned group."""
     at = ((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2 + each
-    seconds = _usual_s(prices.terms[at], load.pairs, load.tokens, load.tokens)
-    if prices.recurrent:
-        seconds = _recurrent_s(prices.terms[at], seconds, load.tokens, load.tokens, load.sequences)
-    return float(seconds)
+    return _queued_pass_s(prices, load, at, load.tokens)
 
 
 @inlined

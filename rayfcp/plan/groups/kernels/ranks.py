@@ -6,7 +6,7 @@ import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import argmax
-from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _paced, _pass_s, _price, _within
+from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _paced, _pass_s, _price, _queued_pass_s, _within
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
@@ -118,6 +118,66 @@ def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: floa
     return best
 
 
+@inner
+def _record(problem: SearchProblem, group: int) -> int:
+    """The first record of `Prices.terms` of a group by its fastest primitive."""
+    state, prices = problem.state, problem.prices
+    degree, span_kind = state.degree[group], state.span_kind[group]
+    primitive = _fastest(prices, _load_of(state, group), degree, span_kind, state.pace[state.home[group]])
+    return int(((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2)
+
+
+@inner
+def _fill_uplinks(problem: SearchProblem, group: int, held: Ints, fill: Floats) -> float:
+    """Seconds in which the group's messages fill the uplink of each node; returns those that they take alone."""
+    prices, record = problem.prices, _record(problem, group)
+    forward, backward = prices.terms[record], prices.terms[record + 1]
+    moved_s = (forward.moved_s_per_token + backward.moved_s_per_token) * problem.state.tokens[group]
+    ring = backward.tail_s_per_token > 0.0  # gradients come home by a last hop
+    for node in range(len(held)):
+        if held[node] > 0:
+            fill[node] = moved_s * (prices.fills[0] if ring else prices.fills[1] * held[node])
+    return float(moved_s)
+
+
+@inner
+def _through_s(fill: Floats, at: int) -> float:
+    """Seconds after which the messages of a group are through all uplinks, which groups share evenly."""
+    longest_s = 0.0
+    for node in range(fill.shape[1]):
+        if fill[at, node] > 0.0:
+            seconds = 0.0
+            for other in range(len(fill)):
+                seconds += min(fill[at, node], fill[other, node])
+            longest_s = max(longest_s, seconds)
+    return longest_s
+
+
+@inner_with_arrays
+def _queued_s(problem: SearchProblem, microbatch: int, groups: Ints, held: Ints) -> float:
+    """Makespan of a microbatch whose groups queue for the uplinks of their nodes (`rayfcp.cost.uplinks`); `held[at]`:
+    ranks of group `groups[at]` in each node. 0 if no two groups that span nodes are on one."""
+    state, prices = problem.state, problem.prices
+    moved_s, fill = np.zeros(len(groups)), np.zeros(held.shape)
+    for at, group in enumerate(groups):
+        if state.span_kind[group] == 1:
+            moved_s[at] = _fill_uplinks(problem, group, held[at], fill[at])
+    forward_s = backward_s = slowest_s = 0.0
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] != microbatch or (state.span_kind[group] >= PINNED and state.tokens[group] == 0.0):
+            continue
+        moved = state.tokens[group]
+        for at in range(len(groups)):
+            if groups[at] == group and moved_s[at] > 0.0:
+                moved *= max(_through_s(fill, at) / moved_s[at], 1.0)
+        record = _record(problem, group)
+        first_s = _queued_pass_s(prices, _load_of(state, group), record, moved)
+        second_s = _queued_pass_s(prices, _load_of(state, group), record + 1, moved)
+        forward_s, backward_s = max(forward_s, first_s), max(backward_s, second_s)
+        slowest_s = max(slowest_s, first_s + second_s)
+    return max(slowest_s, forward_s + backward_s - max(prices.ahead * backward_s - prices.ahead_s, 0.0))
+
+
 @inner_with_arrays
 def place(problem: SearchProblem) -> float:
     """Mark the groups that span nodes, and price them so; returns the seconds of the batch."""
@@ -153,12 +213,19 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
         _reprice(problem, group)
     _sort(problem, groups[:count])
     left, largest = problem.nodes.copy(), problem.nodes[argmax(problem.nodes)]
+    queues = problem.prices.fills[0] > 0.0
+    held = np.zeros((count if queues else 0, len(left)), np.int64)
     for turn in range(2):
-        for group in groups[:count]:
-            if (state.degree[group] > largest) == (turn == 1):
-                _place_group(problem, group, left)
+        for at in range(count):
+            if (state.degree[groups[at]] > largest) == (turn == 1):
+                if queues:
+                    held[at] = left
+                _place_group(problem, groups[at], left)
+                if queues:
+                    held[at] -= left
     state.counts[MOVES] += 1 + count * len(left) // 4
-    return _keep_pace(problem, microbatch, 0)
+    seconds = _keep_pace(problem, microbatch, 0)
+    return max(seconds, _queued_s(problem, microbatch, groups[:count], held)) if queues else seconds
 
 
 @inner

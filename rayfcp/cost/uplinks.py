@@ -1,0 +1,59 @@
+"""Queues at the uplinks of nodes: groups of one microbatch whose messages leave the same node share its uplink."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rayfcp.values import Primitive
+from rayfcp.values.arrays import Floats
+
+if TYPE_CHECKING:
+    from rayfcp.cost.model import CostModel
+
+
+def queued_tokens(
+    cost: "CostModel",
+    num_tokens: Floats,
+    *,
+    ranks: Sequence[Sequence[int]],
+    primitives: Sequence[Primitive],
+    nodes: Sequence[int] | Mapping[int, int],
+) -> Floats:
+    """Tokens whose messages take as long alone as those of each group of a microbatch take beside the other groups.
+
+    `nodes`: node of each rank. The groups use a node's uplink in turn, so that a group waits for each of the others
+    there until the shorter of both is through: the times of a processor that is shared evenly. The node with the
+    longest wait counts. Messages of a group that no other group delays take as long as alone.
+    """
+    held = [Counter(nodes[rank] for rank in each) for each in ranks]
+    crossing = [at for at, each in enumerate(held) if len(each) > 1]
+    if not cost.uplink_ranks or len(crossing) < 2:
+        return num_tokens
+    numbers = sorted({node for at in crossing for node in held[at]})
+    moved_s = np.array([_moved_s(cost, num_tokens[at], len(ranks[at]), primitives[at]) for at in crossing])
+    ring, each = fills_uplink(cost)
+    num_ranks = np.array([[held[at][node] for node in numbers] for at in crossing])  # [group, node]
+    is_ring = np.array([[primitives[at] is Primitive.RING] for at in crossing])
+    uplink_s = moved_s[:, None] * np.where(is_ring, ring * (num_ranks > 0), each * num_ranks)
+    through_s = np.minimum(uplink_s[:, None], uplink_s[None]).sum(axis=1).max(axis=1)
+    factor = np.ones(len(ranks))
+    factor[crossing] = np.maximum(through_s / np.maximum(moved_s, np.finfo(float).tiny), 1.0)
+    return np.asarray(num_tokens * factor)
+
+
+def _moved_s(cost: "CostModel", num_tokens: float, degree: int, primitive: Primitive) -> float:
+    passes = cost.terms(degree, primitive=primitive, crosses=True)
+    return sum(float(each.moved_s_per_token) for each in passes) * num_tokens
+
+
+def fills_uplink(cost: "CostModel") -> tuple[float, float]:
+    """Fractions of the seconds of messages in which a ring, and the exchanges of each rank in a node, fill the node's
+    uplink; 0 where the uplink carries all ranks.
+
+    A ring leaves a node from one rank. Exchanges of heads are priced as if all ranks of the node took part.
+    """
+    if not cost.uplink_ranks:
+        return 0.0, 0.0
+    return min(1.0, 1 / cost.uplink_ranks), min(1 / cost.uplink_ranks, 1 / cost.ranks_per_node)
