@@ -36,13 +36,14 @@ def reprice(
     by_id, idle_s = {each.id: each for each in sequences}, idle_passes_s(cost, cluster=cluster).tolist()
     microbatches = []
     for index, microbatch in enumerate(plan.microbatches):
-        passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost)
+        last = index == len(plan.microbatches) - 1
+        passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost.in_step(last=last))
         makespan_s = cost.makespan_s(*zip(*passes_s, idle_s, strict=True))
         microbatches.append(
             replace(
                 microbatch,
                 group_s=tuple(sum(each) for each in passes_s),
-                predicted_s=cost.microbatch_s(makespan_s, last=index == len(plan.microbatches) - 1),
+                predicted_s=cost.microbatch_s(makespan_s, last=last),
             )
         )
     priced = reprice_images(microbatches, sequences, cluster=cluster, cost=cost)

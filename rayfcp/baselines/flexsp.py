@@ -58,7 +58,8 @@ class Blaster:
 
     def __init__(self, batch: Columns, *, kinds: Kinds, cluster: ClusterSpec, cost: CostModel) -> None:
         self.gap = 0.0
-        self._batch, self._kinds, self._cluster, self._cost = batch, kinds, cluster, cost
+        self._batch, self._kinds, self._cluster, self._cost = batch, kinds, cluster, cost.in_step()
+        self._alone = cost
 
     def run(self, *, max_more: int, num_nodes: int) -> Iterator[list[list[Draft]]]:
         """Drafts for the most promising numbers of microbatches, from the fewest to `max_more` above."""
@@ -110,7 +111,7 @@ class Blaster:
             max_rounded_tokens=(sum(lengths) + num_ranks * budget_tokens) / 2,
         )
         slots = slots_of(
-            buckets, degrees=self._kinds, num_ranks=num_ranks, budget_tokens=budget_tokens, cost=self._cost
+            buckets, degrees=self._kinds, num_ranks=num_ranks, budget_tokens=budget_tokens, cost=self._alone
         )
         start = self._start(part, buckets, slots)
         if start is None:

@@ -220,7 +220,7 @@ class _Search:
                 break
             for owners in self.packings(count, by_time=options.packing != "bfd"):
                 self.num_packings += 1
-                seconds = self.cost.batch_s(self._makespans(owners))
+                seconds = self._batch_s(owners)
                 if seconds < best_s:
                     best_s, best = seconds, owners
         return best
@@ -234,7 +234,7 @@ class _Search:
     def dealt(self, owners: Owners) -> tuple[MicrobatchPlan, ...]:
         """Packs of like time side by side: the longest of all groups in one microbatch, and so on."""
         packs = bins_of(owners)
-        seconds = self._seconds(owners)[0]
+        seconds = self._usual_s(self._loads(owners))
         order = sorted(range(len(packs)), key=lambda index: (-seconds[index], packs[index]))
         drafts = [
             Draft(members=tuple(packs[index]), degree=self.degree, primitive=self.primitive)
@@ -281,32 +281,48 @@ class _Search:
         one of them works on the longest sequence."""
         cost, batch = self.cost, self.batch
         longest = batch.pairs[0], batch.num_tokens[0], batch.counts[0]
-        alone_s = min(self._passes_s(*longest, crosses=crosses).sum() for crosses in set(self._crosses))
+        alone_s = min(self._passes_s(*longest, crosses=each, cost=cost).sum() for each in set(self._crosses))
         work_s = max(float(self._work_s.sum()) / self.num_groups, float(alone_s) - cost.fixed_s)
         exposed_s = count * cost.exposed_s + cost.reduce_exposed_s
         return max(work_s + count * cost.fixed_s + exposed_s, count * cost.shard_s + cost.reduce_s)
 
-    def _makespans(self, owners: Owners) -> list[float]:
-        """Of the microbatches that `dealt` makes, where the longest pack of each gets the first ranks."""
-        usual_s, inside_s, across_s = self._seconds(owners)
-        order = np.argsort(-usual_s, kind="stable")
+    def _batch_s(self, owners: Owners) -> float:
+        """Seconds of the microbatches that `dealt` makes, where the longest pack of each gets the first ranks."""
+        loads = self._loads(owners)
+        order = np.argsort(-self._usual_s(loads), kind="stable")
         crosses = np.resize(self._crosses, len(order))
-        placed_s = np.where(crosses, across_s[:, order], inside_s[:, order])
-        longest_s = np.maximum.reduceat(placed_s, np.arange(0, len(order), self.num_groups), axis=1)
-        makespans: list[float] = longest_s.sum(axis=0).tolist()
-        return makespans
+        first = np.arange(0, len(order), self.num_groups)
 
-    def _seconds(self, owners: Owners) -> tuple[Floats, Floats, Floats]:
-        """Seconds of each pack with links as the degree has them as a rule; [pass, pack] inside a node, and across."""
-        loads = [np.bincount(owners, each) for each in (self._pairs, self._tokens, self._counts)]
-        held = loads[1] > 0
-        inside_s, across_s = (self._passes_s(*loads, crosses=crosses) * held for crosses in (False, True))
-        usual_s = across_s if self.degree > self.cost.ranks_per_node else inside_s
-        return np.asarray(usual_s.sum(axis=0)), inside_s, across_s
+        def makespans(*, last: bool) -> list[float]:
+            cost = self.cost.in_step(last=last)
+            inside_s, across_s = (
+                self._passes_s(*loads, crosses=each, cost=cost)[:, order] * (loads[1][order] > 0)
+                for each in (False, True)
+            )
+            placed_s = np.where(crosses, across_s, inside_s)
+            found: list[float] = np.maximum.reduceat(placed_s, first, axis=1).sum(axis=0).tolist()
+            return found
 
-    def _passes_s(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, counts: npt.ArrayLike, *, crosses: bool) -> Floats:
+        last_s = makespans(last=True)
+        others_s = sorted(makespans(last=False) if len(last_s) > 1 else [0.0])[:-1]
+        return sum(self.cost.microbatch_s(each, last=False) for each in others_s) + (
+            self.cost.microbatch_s(max(last_s), last=True)
+        )
+
+    def _loads(self, owners: Owners) -> list[Floats]:
+        """Pairs, tokens and sequences of each pack."""
+        return [np.bincount(owners, each).astype(np.float64) for each in (self._pairs, self._tokens, self._counts)]
+
+    def _usual_s(self, loads: Sequence[Floats]) -> Floats:
+        """Seconds of each pack with links as the degree has them as a rule."""
+        usual_s = self._passes_s(*loads, crosses=self.degree > self.cost.ranks_per_node, cost=self.cost).sum(axis=0)
+        return np.asarray(usual_s * (loads[1] > 0))
+
+    def _passes_s(
+        self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, counts: npt.ArrayLike, *, crosses: bool, cost: CostModel
+    ) -> Floats:
         """[pass, pack]."""
-        passes_s = self.cost.passes_s(
+        passes_s = cost.passes_s(
             pairs, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses, num_sequences=counts
         )
         return np.stack(passes_s)

@@ -192,6 +192,7 @@ def coefficients(
             model,
             hardware,
             num_ranks=num_ranks,
+            again=again,
             layers_of_stage=layers_of_stage,
             bytes_per_element=bytes_per_element,
             gathered=gather_every == "microbatch",
@@ -243,6 +244,7 @@ def _shards(
     hardware: HardwareProfile,
     *,
     num_ranks: int,
+    again: int,
     layers_of_stage: Sequence[int],
     bytes_per_element: int,
     gathered: bool,
@@ -256,10 +258,16 @@ def _shards(
     found = most.fields(gathered=gathered, reduced=reduced)
     if len(layers_of_stage) > 1:
         return found
-    if 2 * hardware.devices_per_node * inter_bandwidth(hardware) < hardware.intra_node_bandwidth:
-        head_flops = (1 + model.linear_backward) * model.head_flops_per_token
-        rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)[1]
-        found |= {"shares_links": True, "head_s_per_token": head_flops / rate}
+    rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)[1]
+    head_s = (1 + model.linear_backward) * model.head_flops_per_token / rate
+    fixed_s = hardware.microbatch_overhead_s + hardware.linear_half_tokens * half_flops(model, again=again) / rate
+    outer_s = hardware.microbatch_overhead_s + hardware.linear_half_tokens * head_s
+    found |= {
+        "head_s_per_token": head_s,
+        "fixed_outer": outer_s / fixed_s if fixed_s else 0.0,
+        "shards_inside": shards_inside(hardware, num_ranks=num_ranks),
+        **most.shares(gathered=gathered, reduced=reduced),
+    }
     gather_s, reduce_s = parameter_s(hardware, **sizes)
     trained = max(model.trained_of(each) for each in model.every_layer)
     latency_s = collective_s(hardware, num_ranks=num_ranks)
@@ -323,6 +331,16 @@ class ShardTraffic:
             "reduce_exposed_s": (not gathered) * self.exposed_s + (not reduced) * self.reduced_exposed_s,
         }
 
+    def shares(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
+        """Fields of `CostModel`: shares of the forward pass in the traffic that is not exposed."""
+        forward_s, reduced_s = self.forward_s - self.exposed_s, self.reduced_s - self.reduced_exposed_s
+        every_s = gathered * (forward_s + self.backward_s) + reduced * reduced_s
+        once_s = (not gathered) * forward_s + (not reduced) * reduced_s
+        return {
+            "shard_forward": gathered * forward_s / every_s if every_s else 0.0,
+            "reduce_forward": (not gathered) * forward_s / once_s if once_s else 0.0,
+        }
+
 
 def shard_traffic(
     model: ModelProfile,
@@ -361,6 +379,14 @@ def parameter_s(hardware: HardwareProfile, *, num_ranks: int, bytes_per_element:
         bandwidth = min(bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))
     s_per_byte = (num_ranks - 1) / num_ranks / bandwidth
     return bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
+
+
+def shards_inside(hardware: HardwareProfile, *, num_ranks: int) -> float:
+    """Share of the time of gathers and reductions in which they fill the links inside a node: less than 1 where links
+    between nodes are the narrower ones."""
+    if num_ranks <= hardware.devices_per_node:
+        return 1.0
+    return min(1.0, hardware.devices_per_node * inter_bandwidth(hardware) / hardware.intra_node_bandwidth)
 
 
 def collective_s(hardware: HardwareProfile, *, num_ranks: int, num_nodes: int = 0) -> float:

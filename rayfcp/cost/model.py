@@ -111,15 +111,24 @@ def _with_states(
     return forward, backward
 
 
-def _beside_shards(cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats) -> tuple[Terms, Terms]:
-    """Forward and backward of groups whose messages use links that shards fill: without the head, which hides neither,
-    a pass takes at least both, one after the other. Each pass has its share of the shards, as in `_with_states`."""
-    shards_s = max(cost.shard_s - cost.exposed_s, 0.0)
-    head_s = cost.head_s_per_token / ranks
-    shares = (cost.linear_forward, 1.0), (1 - cost.linear_forward, 0.0)
+def _beside_shards(
+    cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats, crosses: Bools
+) -> tuple[Terms, Terms]:
+    """Forward and backward of groups whose messages use links that carry shards: without the head, which hides neither,
+    a pass takes at least both, one after the other. Messages inside a node have its links to themselves while shards
+    wait for links between nodes. Nothing is gathered beside the last layer of forward."""
+    head_s_per_token = cost.head_s_per_token / ranks
+    free = np.where(crosses, 0.0, 1 - cost.shards_inside)
+    sides = (cost.beside_forward_s, cost.linear_forward, 1.0), (cost.beside_backward_s, 1 - cost.linear_forward, 0.0)
     forward, backward = (
-        terms._replace(shards_s=np.full_like(terms.cover, share * shards_s), head_s_per_token=head * head_s)
-        for terms, (share, head) in zip(passes, shares, strict=True)
+        terms._replace(
+            shards_s=np.full_like(ranks, shards_s),
+            free_s=free * shards_s,
+            edge=np.full_like(ranks, head * cost.ahead),
+            head_s_per_token=head * head_s_per_token,
+            head_s=np.full_like(ranks, share * cost.fixed_outer * cost.fixed_s),
+        )
+        for terms, (shards_s, share, head) in zip(passes, sides, strict=True)
     )
     return forward, backward
 
@@ -248,8 +257,11 @@ class CostModel:
     With several stages (`pipeline`) these are of the stage that has most of them; everything else is of all layers
     together. `encoder`: of a VLM.
 
-    `shares_links`: links between nodes carry shards at less than half the rate of links inside, so that messages wait
-    for them (`_beside_shards`); `head_s_per_token` is the part of `linear_s_per_token` that hides neither, 0 elsewhere.
+    Of the traffic that is not exposed, the shares `shard_forward` and `reduce_forward` go beside the forward pass (both
+    0: not known). `head_s_per_token` of `linear_s_per_token` and the share `fixed_outer` of `fixed_s` hide no traffic:
+    the head, and what a microbatch takes before it gathers. While shards pass, they fill the links inside a node for
+    the share `shards_inside` of the time. `beside_forward_s`, `beside_backward_s`: traffic that groups share links
+    with, which only models of `in_step` have.
 
     Memory: a rank of a group that shares out heads over a times as many ranks as there are key and value heads holds a
     times the keys and values. Each token then takes 1 + (a - 1) x `kv_growth` of the memory of a token (`room`). 0 with
@@ -294,8 +306,13 @@ class CostModel:
     passes_forward: float = 1 / 2
     ahead: float = 0.0
     ahead_s: float = 0.0
-    shares_links: bool = False
+    shard_forward: float = 0.0
+    reduce_forward: float = 0.0
     head_s_per_token: float = 0.0
+    fixed_outer: float = 0.0
+    shards_inside: float = 1.0
+    beside_forward_s: float = 0.0
+    beside_backward_s: float = 0.0
     pipeline: PipelineCost | None = None
     expansion_s_per_token: float = 0.0
     layer_kinds: LayerKinds = ()
@@ -415,6 +432,8 @@ class CostModel:
             host_s_per_round=linear * self.host_s_per_round,
             expansion_s_per_token=self.expansion_s_per_token / (1 + EXPANSION_BACKWARD),
             head_s_per_token=self.head_s_per_token / (1 + self.linear_backward),
+            shard_forward=linear if self.shard_forward else 0.0,
+            reduce_forward=0.0,
             shard_s=GATHERED_FORWARD * self.shard_s,
             reduce_s=0.0,
             reduce_exposed_s=0.0,
@@ -424,11 +443,22 @@ class CostModel:
         return dataclasses.replace(scaled, recomputed_layers=0, encoder=encoder, scan=scan, kv_growth=0.0)
 
     def without_states(self) -> "CostModel":
-        """The cost model of groups whose recurrent layers move nothing and whose messages do not wait for shards, for
-        lower bounds, and exchanges of heads."""
-        if self.scan is None and not self.shares_links:
+        """The cost model of groups whose recurrent layers move nothing, for lower bounds, and exchanges of heads."""
+        return self if self.scan is None else dataclasses.replace(self, scan=None)
+
+    def in_step(self, *, last: bool = False) -> "CostModel":
+        """The cost model of groups beside the shards of their microbatch, the `last` one of a step or another.
+
+        Pipelines and recurrent layers wait for shards in ways of their own.
+        """
+        if self.pipeline or self.scan or not self.shard_forward + self.reduce_forward:
             return self
-        return dataclasses.replace(self, scan=None, shares_links=False)
+        every_s = max(self.shard_s - self.exposed_s, 0.0)
+        once_s = max(self.reduce_s - self.reduce_exposed_s, 0.0) if last else 0.0
+        forward_s = self.shard_forward * every_s + self.reduce_forward * once_s
+        return dataclasses.replace(
+            self, beside_forward_s=forward_s, beside_backward_s=max(every_s + once_s - forward_s, 0.0)
+        )
 
     def compute_s(self, pairs: Amount, num_tokens: Amount) -> Amount:
         """Seconds of attention and linear layers on one rank without the fixed cost (Eq. 8): a lower bound on the sum
@@ -520,8 +550,8 @@ class CostModel:
         across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
         terms_of = ulysses_terms if primitive is Primitive.ULYSSES else ring_terms
         forward, backward = terms_of(self, ranks, crosses=across)
-        if self.shares_links and not self.scan and not self.pipeline:
-            forward, backward = _beside_shards(self, (forward, backward), ranks=ranks)
+        if self.beside_forward_s or self.beside_backward_s:
+            forward, backward = _beside_shards(self, (forward, backward), ranks=ranks, crosses=across)
         if isinstance(speed, float) and speed == 1.0:
             return forward, backward
         return forward.at_speed(speed), backward.at_speed(speed)

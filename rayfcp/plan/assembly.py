@@ -129,9 +129,9 @@ def assemble(
 
     Of the ranks of a node the fastest are named first; where speeds differ, the slowest groups of a node have the
     fastest of its ranks if that is better. The longest microbatch comes last, where the step's gradient
-    reduction hides behind it. The sum of `predicted_s` is the step's predicted time. With another `placement`
-    (`HostConstraints`), groups have consecutive ranks: the largest from 0 on, or node by node if that is better and
-    they need not be aligned.
+    reduction hides behind it. Microbatches are priced beside their shards, `group_s` without. The sum of `predicted_s`
+    is the step's predicted time. With another `placement` (`HostConstraints`), groups have consecutive ranks: the
+    largest from 0 on, or node by node if that is better and they need not be aligned.
     """
     loads = _Loads.of(microbatches, batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
@@ -141,29 +141,51 @@ def assemble(
     else:
         ways = _consecutive(ordered, drafts=loads.drafts, nodes=nodes, aligned=placement == "aligned")
         ways += _windows(ordered, loads, cluster=cluster, cost=cost, aligned=placement == "aligned")
-    priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
-    idle_s, timed = idle_passes_s(cost, cluster=cluster), []
-    for numbers in ordered:
-        makespans_s = [cost.makespan_s(*np.column_stack((passes_s[:, numbers], idle_s))) for passes_s in priced]
-        best = makespans_s.index(min(makespans_s))
-        groups = tuple(
-            Group(
-                ranks=ways[best][number],
-                sequences=tuple([batch.ids[at] for at in loads.drafts[number].members]),
-                primitive=loads.drafts[number].primitive,
-            )
-            for number in numbers
-        )
-        timed.append((groups, tuple(priced[best][:, numbers].sum(axis=0).tolist()), makespans_s[best]))
-    timed.sort(key=lambda each: (each[2], each[0][0].sequences))
-    return tuple(
-        MicrobatchPlan(
-            groups=groups,
-            group_s=group_s,
-            predicted_s=cost.microbatch_s(makespan_s, last=index == len(timed) - 1),
-        )
-        for index, (groups, group_s, makespan_s) in enumerate(timed)
+    return _priced(ordered, ways, loads, cluster=cluster, cost=cost, ids=batch.ids)
+
+
+def _priced(
+    ordered: Sequence[Sequence[int]],
+    ways: Sequence[Sequence[tuple[int, ...]]],
+    loads: "_Loads",
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    ids: Sequence[int],
+) -> tuple[MicrobatchPlan, ...]:
+    """Microbatches of drafts with the better of `ways` to name their ranks, the longest one last."""
+    nodes, idle_s = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node), idle_passes_s(cost, cluster=cluster)
+    alone, beside = (
+        [loads.named_s(ranks, cluster=cluster, cost=each, nodes=nodes) for ranks in ways]
+        for each in (cost, cost.in_step(last=len(ordered) == 1))
     )
+
+    def makespan_s(passes_s: Floats, numbers: Sequence[int]) -> float:
+        return cost.makespan_s(*np.column_stack((passes_s[:, list(numbers)], idle_s)))
+
+    timed = []
+    for numbers in ordered:
+        seconds = [makespan_s(passes_s, numbers) for passes_s in beside]
+        best = seconds.index(min(seconds))
+        first = loads.drafts[numbers[0]].members
+        timed.append((seconds[best], tuple(ids[at] for at in first), numbers, best))
+    timed.sort(key=lambda each: each[:2])
+    found = []
+    for index, (least_s, _, numbers, best) in enumerate(timed):
+        last, span_s = index == len(timed) - 1, least_s
+        if last and index:
+            in_last = loads.named_s(ways[best], cluster=cluster, cost=cost.in_step(last=True), nodes=nodes)
+            span_s = makespan_s(in_last, numbers)
+        drafts = [(ways[best][number], loads.drafts[number]) for number in numbers]
+        groups = tuple(_group(*each, ids=ids) for each in drafts)
+        group_s = tuple(alone[best][:, list(numbers)].sum(axis=0).tolist())
+        predicted_s = cost.microbatch_s(span_s, last=last)
+        found.append(MicrobatchPlan(groups=groups, group_s=group_s, predicted_s=predicted_s))
+    return tuple(found)
+
+
+def _group(ranks: tuple[int, ...], draft: Draft, *, ids: Sequence[int]) -> Group:
+    return Group(ranks=ranks, sequences=tuple([ids[at] for at in draft.members]), primitive=draft.primitive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

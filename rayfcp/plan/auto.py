@@ -121,8 +121,8 @@ def _mixed(
     """
     by_id, idle_s = {each.id: each for each in sequences}, idle_passes_s(cost, cluster=cluster).tolist()
 
-    def makespan_s(microbatch: MicrobatchPlan) -> float:
-        passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost)
+    def makespan_s(microbatch: MicrobatchPlan, *, last: bool = False) -> float:
+        passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost.in_step(last=last))
         return cost.makespan_s(*zip(*passes_s, idle_s, strict=True))
 
     def seconds(microbatches: Sequence[MicrobatchPlan]) -> float:
@@ -139,12 +139,10 @@ def _mixed(
         parts += found if seconds(found) < seconds((microbatch,)) else (microbatch,)
     if parts == list(base):
         return None
-    timed = sorted(
-        ((makespan_s(each), each) for each in parts), key=lambda each: (each[0], each[1].groups[0].sequences)
-    )
+    parts.sort(key=lambda each: (makespan_s(each), each.groups[0].sequences))
     ordered = [
-        replace(each, predicted_s=cost.microbatch_s(makespan_s, last=at == len(timed) - 1))
-        for at, (makespan_s, each) in enumerate(timed)
+        replace(each, predicted_s=cost.microbatch_s(makespan_s(each, last=each is parts[-1]), last=each is parts[-1]))
+        for each in parts
     ]
     return _with_images(ordered, sequences, cluster=cluster, cost=cost)
 

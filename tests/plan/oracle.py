@@ -66,18 +66,29 @@ class _BruteForce:
         self._nodes = node_of_ranks(case.cluster, ranks_per_node=case.cost.ranks_per_node)
         self._speeds = speeds_of(case.cluster)
         self._idle_s = idle_passes_s(case.cost, cluster=case.cluster).tolist()
+        self._costs = case.cost.in_step(), case.cost.in_step(last=True)
         self._places = list(self._all_places())
-        self._priced: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[float, float]]] = {}
-        self._spans: dict[tuple[int, ...], float] = {}
+        self._priced: dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[tuple[float, float]]] = {}
+        self._spans: dict[tuple[tuple[int, ...], bool], float] = {}
+        self._last = False
 
     def best_s(self) -> float:
         best, constraints = math.inf, self._case.constraints
         for cut in partitions(list(range(len(self._case.sequences)))):
             if constraints.least_microbatches(len(cut)) == len(cut) and self._keeps_units(cut):
-                spans = [self._span_s(tuple(sorted(part))) for part in cut]
-                if max(spans) < math.inf:
-                    best = min(best, self._case.cost.batch_s(spans))
+                best = min([best, *(self._batch_s(cut, last=at) for at in range(len(cut)))])
         return best
+
+    def _batch_s(self, cut: Sequence[Sequence[int]], *, last: int) -> float:
+        """Least seconds of the microbatches of a cut, of which number `last` comes last."""
+        seconds = 0.0
+        for at, part in enumerate(cut):
+            self._last = at == last
+            span_s = self._span_s(tuple(sorted(part)))
+            if span_s == math.inf:
+                return math.inf
+            seconds += self._case.cost.microbatch_s(span_s, last=self._last)
+        return seconds
 
     def _all_places(self) -> Iterator[tuple[int, ...]]:
         """Sets of ranks that a group may have."""
@@ -95,12 +106,13 @@ class _BruteForce:
 
     def _span_s(self, members: tuple[int, ...]) -> float:
         """Least makespan of a microbatch of these sequences."""
-        if members not in self._spans:
+        key = members, self._last
+        if key not in self._spans:
             groupings = (each for each in partitions(list(members)) if self._keeps_units(each))
-            self._spans[members] = min(
+            self._spans[key] = min(
                 (self._placed_s([tuple(sorted(part)) for part in each], (), []) for each in groupings), default=math.inf
             )
-        return self._spans[members]
+        return self._spans[key]
 
     def _placed_s(
         self, groups: list[tuple[int, ...]], taken: tuple[int, ...], passes: list[tuple[float, float]]
@@ -124,7 +136,7 @@ class _BruteForce:
 
     def _passes(self, members: tuple[int, ...], ranks: tuple[int, ...]) -> list[tuple[float, float]]:
         """Forward and backward seconds with each primitive that holds the group."""
-        key = members, ranks
+        key = members, ranks, self._last
         if key not in self._priced:
             self._priced[key] = list(self._all_passes(members, ranks))
         return self._priced[key]
@@ -135,7 +147,7 @@ class _BruteForce:
         if tokens > len(ranks) * case.cluster.max_tokens_per_rank:
             return
         for primitive in case.primitives if len(ranks) > 1 else (Primitive.RING,):
-            forward, backward = case.cost.passes_s(
+            forward, backward = self._costs[self._last].passes_s(
                 sum(each.attention_pairs for each in sequences),
                 tokens,
                 degree=len(ranks),

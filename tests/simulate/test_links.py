@@ -112,12 +112,11 @@ def test_shards_on_narrow_links_hide_neither_behind_the_head_nor_behind_messages
     """Little attention and shards that take longest: the simulated step is shards, messages and head."""
     hardware = machine(node_uplink_bandwidth=2e7, peak_flops=1e10, microbatch_overhead_s=0.0)
     cost = CostModel.from_profiles(BROAD, hardware, num_ranks=8, **SIZES)
-    assert cost.shares_links
     batch = specs([400]) if degree == 8 else specs([50] * 8)
     options = PlanConfig(constraints=HostConstraints(degrees=(degree,)), primitives=["ring"])
     plan = plan_batch(batch, cluster=ClusterSpec(num_ranks=8, max_tokens_per_rank=50), cost=cost, options=options)
     timeline = simulate_plan(plan, batch, model=BROAD, hardware=hardware, reduce_every="microbatch")
-    plain = dataclasses.replace(cost, shares_links=False)
+    plain = dataclasses.replace(cost, shard_forward=0.0, reduce_forward=0.0)
     alone = plan_batch(batch, cluster=ClusterSpec(num_ranks=8, max_tokens_per_rank=50), cost=plain, options=options)
     off, off_before = (abs(each.predicted_s / timeline.iteration_s - 1) for each in (plan, alone))
     assert off < 0.03 and off < off_before / 2

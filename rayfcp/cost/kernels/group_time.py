@@ -38,8 +38,11 @@ class Terms(NamedTuple):
     states_s_per_token: Floats
     states_s: Floats
     head_s_per_token: Floats
+    head_s: Floats
     apart: Floats
     shards_s: Floats
+    free_s: Floats
+    edge: Floats
     host_s: Floats
 
     def at_speed(self, speed: npt.ArrayLike) -> "Terms":
@@ -147,14 +150,18 @@ def recurrent_s(terms: Any, usual_s: Any, tokens: Any, moved_tokens: Any, sequen
     States of cut sequences add sequences x `states_s_per_sequence` + tokens x `states_s_per_token` + `states_s`, which
     nothing hides. Each kind of layers waits for its own shards, which are gathered one layer ahead: the share `apart`
     of layers, which do not attend, takes its share of `shards_s` at least, the others theirs and what moves, which uses
-    the same ports. The head (`head_s_per_token` of linear layers) hides none.
+    the same ports, which shards leave free for `free_s`. The head (`head_s_per_token` of linear layers, `head_s` of the
+    fixed seconds) hides none, nor does the share `edge` of the rest, the last layer of a pass without reductions.
     """
     states_s = terms.states_s + terms.states_s_per_token * tokens + terms.states_s_per_sequence * sequences
     moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
-    head_s = terms.head_s_per_token * tokens
+    head_s = terms.head_s_per_token * tokens + terms.head_s
     apart_s = terms.apart * (terms.linear_s_per_token * tokens + terms.fixed_s - head_s)
     apart_shards_s = terms.apart * terms.shards_s
-    attending_s = np.maximum(usual_s - head_s - apart_s, terms.shards_s - apart_shards_s + moved_s)
+    layers_s = usual_s - head_s - apart_s
+    shards_s = terms.shards_s - apart_shards_s
+    beside_s = shards_s + np.maximum(moved_s - terms.free_s, 0.0) + terms.edge * np.minimum(layers_s, shards_s)
+    attending_s = np.maximum(layers_s, beside_s)
     return states_s + head_s + attending_s + np.maximum(apart_s, apart_shards_s)
 
 

@@ -94,7 +94,7 @@ def prices_of(
         holds=held * max_tokens,
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
-        recurrent=cost.scan is not None or cost.shares_links,
+        recurrent=cost.scan is not None or cost.beside_backward_s > 0,
         fills=np.array(fills_uplink(cost)) * (1, step),
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
@@ -126,7 +126,8 @@ def problem_of(
     """
     permitted = _permitted(constraints, num_ranks=cluster.num_ranks, pinned=pinned)
     step = step_of(permitted)
-    prices = prices_of(cluster, cost, primitives=tuple(primitives), pinned=tuple(pinned), permitted=permitted)
+    priced = _beside_shards(batch, cluster=cluster, cost=cost, constraints=constraints)
+    prices = prices_of(cluster, priced, primitives=tuple(primitives), pinned=tuple(pinned), permitted=permitted)
     tokens, pairs, sequences = (np.array(each, np.float64) for each in (batch.num_tokens, batch.pairs, batch.counts))
     columns = SearchBatch(
         tokens=tokens,
@@ -136,8 +137,7 @@ def problem_of(
         alone_s=_alone(prices, tokens, pairs, sequences),
     )
     nodes = node_sizes(cluster, ranks_per_node=cost.ranks_per_node)
-    if any(size % step for size in nodes):  # some of these groups span nodes wherever they lie
-        nodes = [cluster.num_ranks]
+    nodes = [cluster.num_ranks] if any(size % step for size in nodes) else nodes  # groups span nodes wherever they lie
     return SearchProblem(
         batch=columns,
         prices=prices,
@@ -154,6 +154,21 @@ def problem_of(
             few_degrees=bool(permitted),
         ),
     )
+
+
+def _beside_shards(batch: Columns, *, cluster: ClusterSpec, cost: CostModel, constraints: HostConstraints) -> CostModel:
+    """The cost model of groups beside their shards, if these may take longer than what ranks compute.
+
+    A group does not know whether it comes last in a step. All are as if they did where one microbatch is enough.
+    """
+    fewest = constraints.least_microbatches(
+        -(-sum(batch.num_tokens) // (cluster.num_ranks * cluster.max_tokens_per_rank))
+    )
+    beside, share = cost.in_step(last=fewest == 1), sum(batch.compute_s) / cluster.num_ranks / fewest
+    forward_s = share * cost.linear_forward
+    if forward_s > HIDES * beside.beside_forward_s and share - forward_s > HIDES * beside.beside_backward_s:
+        return cost
+    return beside
 
 
 def _permitted(constraints: HostConstraints, *, num_ranks: int, pinned: Sequence[PinnedGroup]) -> tuple[int, ...]:
@@ -204,6 +219,9 @@ def _no_group(
         "or lower data.max_seqlen"
     )
 
+
+HIDES = 2.0
+"""Computation divided by traffic of shards above which it hides the messages of groups, too."""
 
 Placed = tuple[float, GroupState]  # seconds where its groups lie
 
