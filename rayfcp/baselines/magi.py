@@ -18,7 +18,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.layout import layout_s
+from rayfcp.cost.layout import in_order, layout_s
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import best_fit_decreasing, bins_of, columns_of
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
@@ -26,9 +26,7 @@ from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import (
     Block,
     ClusterSpec,
-    Group,
     Layout,
-    MicrobatchPlan,
     Pacing,
     Primitive,
     Round,
@@ -149,8 +147,6 @@ STAGES = (None, 2, 4, 8)
 BUFFERS = 2
 """Stages that a rank holds: the one that travels, and the one that is computed."""
 
-Timed = tuple[float, tuple[int, ...], Layout]
-
 
 def propose(
     sequences: Sequence[SequenceSpec],
@@ -164,36 +160,27 @@ def propose(
     by_id = {sequence.id: sequence for sequence in sequences}
     budget_tokens = cluster.num_ranks * cluster.max_tokens_per_rank
     packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=budget_tokens) or [])
-    timed = [
-        _fastest(tuple(sorted(batch.ids[at] for at in members)), by_id=by_id, cluster=cluster, cost=cost)
-        for members in packed
-    ]
-    timed.sort(key=lambda each: each[:2])
-    microbatches = tuple(
-        MicrobatchPlan(
-            groups=(Group(ranks=tuple(range(cluster.num_ranks)), sequences=ids),),
-            group_s=(seconds,),
-            predicted_s=cost.microbatch_s(seconds, last=index == len(timed) - 1),
-            layout=layout,
-        )
-        for index, (seconds, ids, layout) in enumerate(timed)
-    )
+    layouts = {}
+    for members in packed:
+        ids = tuple(sorted(batch.ids[at] for at in members))
+        layouts[ids] = _fastest(ids, by_id=by_id, cluster=cluster, cost=cost)
+    microbatches = in_order(layouts, by_id=by_id, cluster=cluster, cost=cost)
     return Proposal(microbatches=microbatches, reason="equal chunks on all ranks, balanced by attention area")
 
 
 def _fastest(
     ids: tuple[int, ...], *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
-) -> Timed:
+) -> Layout:
     """The best chunk size and number of stages for the sequences of one microbatch; among equals those tried first."""
     num_tokens = sum(by_id[each].num_tokens for each in ids)
-    found: list[Timed] = []
+    found: list[tuple[float, Layout]] = []
     for per_rank in CHUNKS_PER_RANK:
         chunk_tokens = -(-num_tokens // (cluster.num_ranks * per_rank))
         if per_rank * chunk_tokens <= cluster.max_tokens_per_rank:
             layout = _laid_out([by_id[each] for each in ids], chunk_tokens=chunk_tokens, num_ranks=cluster.num_ranks)
             for each in _staged(layout):
-                found.append((layout_s(each, by_id=by_id, cluster=cluster, cost=cost), ids, each))
-    return min(found, key=lambda each: each[0])
+                found.append((layout_s(each, by_id=by_id, cluster=cluster, cost=cost), each))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def _staged(layout: Layout) -> Iterator[Layout]:

@@ -11,7 +11,7 @@ from rayfcp.cost.model import EXCHANGES, CostModel, scans_of, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.scans import ScanCost
 from rayfcp.cost.work import LayoutWork, layout_work
-from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
 
 HOLD = 2
@@ -59,6 +59,32 @@ def layout_s(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: Clus
     return sum(layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost))
 
 
+def in_order(
+    layouts: Mapping[tuple[int, ...], Layout],
+    *,
+    by_id: Mapping[int, SequenceSpec],
+    cluster: ClusterSpec,
+    cost: CostModel,
+) -> tuple[MicrobatchPlan, ...]:
+    """Microbatches of layouts on all ranks, by the sequences of each, the longest one last. They are priced beside
+    their shards, `group_s` without."""
+    alone_s, others_s, last_s = (
+        {ids: layout_s(layout, by_id=by_id, cluster=cluster, cost=each) for ids, layout in layouts.items()}
+        for each in (cost, cost.in_step(), cost.in_step(last=True))
+    )
+    ordered = sorted(layouts, key=lambda ids: (others_s[ids], ids))
+    ranks, last = tuple(range(cluster.num_ranks)), ordered[-1]
+    return tuple(
+        MicrobatchPlan(
+            groups=(Group(ranks=ranks, sequences=ids),),
+            group_s=(alone_s[ids],),
+            predicted_s=cost.microbatch_s((last_s if ids == last else others_s)[ids], last=ids == last),
+            layout=layouts[ids],
+        )
+        for ids in ordered
+    )
+
+
 def layout_passes(
     layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
 ) -> tuple[float, float]:
@@ -73,7 +99,8 @@ def layout_passes(
     between exchanges that cost those of Ulysses for the most tokens of the run's ranks; infinitely much if the heads
     cannot be shared out so. Ranks compute at their own speeds, those of a run at that of its slowest. Recomputed layers
     run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their gradients went the
-    way back. Nothing hides the states of recurrent layers.
+    way back. Nothing hides the states of recurrent layers. With a cost model of `CostModel.in_step` passes wait for the
+    shards of their microbatch.
     """
     num_ranks = cluster.num_ranks
     work = layout_work(layout, by_id=by_id, num_ranks=num_ranks)
@@ -85,10 +112,35 @@ def layout_passes(
     forward_s, backward_s = passes_s(rounds, linear_s, hold=hold, cost=cost)
     exchanges = EXCHANGES * (layout.heads > 1)
     host_s = cost.host_s + (len(np.unique(rounds.phase)) + exchanges) * cost.host_s_per_round
-    forward_s = max(forward_s, cost.linear_forward * host_s)
-    backward_s = max(backward_s, (1 - cost.linear_forward) * host_s)
+    shown_s = _beside_shards(rounds, (forward_s, backward_s), num_tokens=max(work.tokens.tolist()), cost=cost)
+    forward_s = max(shown_s[0], cost.linear_forward * host_s)
+    backward_s = max(shown_s[1], (1 - cost.linear_forward) * host_s)
     states_s = _states_s(layout, cluster=cluster, cost=cost)
     return forward_s + states_s[0], backward_s + states_s[1]
+
+
+def _beside_shards(
+    rounds: Rounds, usual_s: tuple[float, float], *, num_tokens: int, cost: CostModel
+) -> tuple[float, float]:
+    """Seconds of forward and backward on links that carry shards, as groups have them (`group_time.recurrent_s`)."""
+    if not cost.beside_forward_s + cost.beside_backward_s:
+        return usual_s
+    inside, across = (
+        float(np.bincount(rounds.source, rounds.moved_s * (rounds.across == each), minlength=1).max())
+        for each in (0, 1)
+    )
+    keys = cost.ring_forward
+    outer_s = cost.fixed_outer * cost.fixed_s
+    sides = (
+        (keys, cost.linear_forward * outer_s + cost.head_s_per_token * num_tokens, cost.ahead, cost.beside_forward_s),
+        (1 - keys, (1 - cost.linear_forward) * outer_s, 0.0, cost.beside_backward_s),
+    )
+    found = []
+    for pass_s, (moved, head_s, edge, shards_s) in zip(usual_s, sides, strict=True):
+        moved_s = max(moved * across, moved * inside - (1 - cost.shards_inside) * shards_s, 0.0)
+        layers_s = pass_s - head_s
+        found.append(head_s + max(layers_s, shards_s + moved_s + edge * min(layers_s, shards_s)))
+    return found[0], found[1]
 
 
 def _states_s(layout: Layout, *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:

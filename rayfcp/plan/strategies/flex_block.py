@@ -9,13 +9,11 @@ The paper leaves microbatches open: as few as memory permits, each on all ranks.
 from collections.abc import Iterable, Sequence
 
 from rayfcp.config.models import BlockOptions, PlanConfig
-from rayfcp.cost.layout import layout_s
+from rayfcp.cost.layout import in_order
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import in_stages
-from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
-
-Timed = tuple[float, tuple[int, ...], Layout]
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 
 def propose(
@@ -60,26 +58,13 @@ def _of_budget(
     from rayfcp.plan.blocks.planner import batch_of, microbatches_of, plan_blocks
 
     batch, by_id = batch_of(sequences), {sequence.id: sequence for sequence in sequences}
-    timed: list[Timed] = []
-    sizes = set()
+    layouts, sizes = {}, set()
     for members in microbatches_of(batch, max_tokens=room):
         found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options, allowed=allowed)
         ids = batch.ids[members]
-        layout = found.layout(ids)
-        seconds = layout_s(layout, by_id=by_id, cluster=cluster, cost=cost)
-        timed.append((seconds, tuple(sorted(ids.tolist())), layout))
+        layouts[tuple(sorted(ids.tolist()))] = found.layout(ids)
         sizes.add(found.block_tokens)
-    timed.sort(key=lambda each: each[:2])
-    ranks = tuple(range(cluster.num_ranks))
-    microbatches = tuple(
-        MicrobatchPlan(
-            groups=(Group(ranks=ranks, sequences=ids),),
-            group_s=(seconds,),
-            predicted_s=cost.microbatch_s(seconds, last=index == len(timed) - 1),
-            layout=layout,
-        )
-        for index, (seconds, ids, layout) in enumerate(timed)
-    )
+    microbatches = in_order(layouts, by_id=by_id, cluster=cluster, cost=cost)
     return Proposal(
         microbatches=microbatches, reason=f"blocks of about {min(sizes)} tokens anywhere, rounds without congestion"
     )
