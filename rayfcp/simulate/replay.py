@@ -353,21 +353,6 @@ def _send(s: ReplayState, hops: Messages, wires: Wires, hop: int, now: float) ->
 
 
 @inner
-def _await(s: ReplayState, wires: Wires, kind: int, arg: int, rank: int, now: float) -> None:
-    """Wait for a hop or a collective, which may be under way."""
-    s.waits_since[rank] = now
-    if kind == RECEIVE:
-        hop = arg + rank % wires.num_ranks
-        s.awaits[rank] = hop
-        if s.hop_s[hop, 2] >= 0.0:
-            _go_on(s, wires, rank, now, s.hop_s[hop], HOP)
-    else:
-        s.waits_for[rank] = arg
-        if s.collective_s[arg, 2] >= 0.0:
-            _go_on(s, wires, rank, now, s.collective_s[arg], SHARDING)
-
-
-@inner
 def _mark(s: ReplayState, record: ReplayRecord, mark: int, rank: int, now: float) -> None:
     """Record the time, and what the rank has spent in each category until then."""
     record.mark_s[mark, rank] = now
@@ -376,26 +361,38 @@ def _mark(s: ReplayState, record: ReplayRecord, mark: int, rank: int, now: float
 
 
 @inner
-def _take_time(s: ReplayState, script: Script, tokens: Floats, rounds: Rounds, rank: int, now: float) -> bool:
-    """Compute, or wait for the host if it has not enqueued everything yet; False if that takes no time."""
+def _enqueue(s: ReplayState, script: Script, rounds: Rounds, rank: int, now: float) -> None:
+    """The host begins, or enqueues one more layer, for which the device waits if it gets there earlier."""
     op = s.op[rank]
     arg = script.arg[op]
-    until = now
-    if script.kind[op] == COMPUTE:
-        until += script.slowness[rank] * (script.base_s[op] + script.per_token_s[op] * tokens[arg, rank])
-        s.spent[rank, WORK] += until - now
-        s.compute_end[rank] = until
-    elif arg < 0:
+    if arg < 0:
         s.host_s[rank] = now
     else:
         further = max(rounds.number[arg, rank] - 1, 0)
         s.host_s[rank] += script.base_s[op] + script.per_token_s[op] * further
-        until = max(now, s.host_s[rank])
-        s.spent[rank, IDLE] += until - now
-    if until > now:
-        s.op[rank] += 1
-        push(s, (until, rank))
-    return until > now
+    until = max(now, s.host_s[rank])
+    s.spent[rank, IDLE] += until - now
+    s.op[rank] += 1
+    push(s, (until, rank))
+
+
+@inner
+def _await(s: ReplayState, script: Script, rounds: Rounds, wires: Wires, rank: int, now: float) -> None:
+    """Wait for a hop or a collective, which may be under way, or for the host."""
+    op = s.op[rank]
+    kind, arg = script.kind[op], script.arg[op]
+    s.waits_since[rank] = now
+    if kind == ENQUEUED:
+        _enqueue(s, script, rounds, rank, now)
+    elif kind == RECEIVE:
+        hop = arg + rank % wires.num_ranks
+        s.awaits[rank] = hop
+        if s.hop_s[hop, 2] >= 0.0:
+            _go_on(s, wires, rank, now, s.hop_s[hop], HOP)
+    else:
+        s.waits_for[rank] = arg
+        if s.collective_s[arg, 2] >= 0.0:
+            _go_on(s, wires, rank, now, s.collective_s[arg], SHARDING)
 
 
 @inner
@@ -420,8 +417,13 @@ def _advance(
                 _begin_round(s, script, rounds, messages, wires, record, rank, now)
                 return
             s.round[rank] = 0
-        elif kind in (COMPUTE, ENQUEUED):
-            if _take_time(s, script, tokens, rounds, rank, now):
+        elif kind == COMPUTE:
+            seconds = script.slowness[rank] * (script.base_s[op] + script.per_token_s[op] * tokens[arg, rank])
+            s.spent[rank, WORK] += seconds
+            s.compute_end[rank] = now + seconds
+            if seconds > 0.0:
+                s.op[rank] += 1
+                push(s, (now + seconds, rank))
                 return
         elif kind == POST:
             _post(s, wires, arg, now)
@@ -430,7 +432,7 @@ def _advance(
         elif kind == SEND:
             _send(s, hops, wires, arg + rank % wires.num_ranks, now)
         else:
-            _await(s, wires, kind, arg, rank, now)
+            _await(s, script, rounds, wires, rank, now)
             return
         s.op[rank] += 1
 
