@@ -172,13 +172,11 @@ def coefficients(
     again = recomputed_layers
     attention_flops, linear_flops = recomputed_flops(model, again=again)
     attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
-    half_s = hardware.linear_half_tokens * half_flops(model, again=again) / linear_rate
     return {
         "attention_s_per_pair": attention_flops / attention_rate,
         "linear_s_per_token": linear_flops / linear_rate,
-        "fixed_s": hardware.microbatch_overhead_s + half_s,
-        "attention_half_tokens": hardware.attention_half_tokens,
-        "overlap": hardware.overlap,
+        "fixed_s": _fixed_s(model, hardware, again=again, rate=linear_rate),
+        **{name: getattr(hardware, name) for name in ("attention_half_tokens", "overlap")},
         "attention_forward": 1 / (1 + ATTENTION_BACKWARD + _repeated(model, again)),
         "expansion_s_per_token": _expansion_flops(model) / linear_rate,
         "linear_forward": _linear_forward(model, again=again, rate=linear_rate, num_stages=len(layers_of_stage)),
@@ -199,6 +197,11 @@ def coefficients(
             reduced=reduce_every == "microbatch",
         ),
     }
+
+
+def _fixed_s(model: ModelProfile, hardware: HardwareProfile, *, again: int, rate: float) -> float:
+    """Seconds of a microbatch before any token: what it always takes, and reading the weights."""
+    return hardware.microbatch_overhead_s + hardware.linear_half_tokens * half_flops(model, again=again) / rate
 
 
 def _linear_forward(model: ModelProfile, *, again: int, rate: float, num_stages: int) -> float:
@@ -260,11 +263,11 @@ def _shards(
         return found
     rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)[1]
     head_s = (1 + model.linear_backward) * model.head_flops_per_token / rate
-    fixed_s = hardware.microbatch_overhead_s + hardware.linear_half_tokens * half_flops(model, again=again) / rate
+    all_s = _fixed_s(model, hardware, again=again, rate=rate)
     outer_s = hardware.microbatch_overhead_s + hardware.linear_half_tokens * head_s
     found |= {
         "head_s_per_token": head_s,
-        "fixed_outer": outer_s / fixed_s if fixed_s else 0.0,
+        "fixed_outer": outer_s / all_s if all_s else 0.0,
         "shards_inside": shards_inside(hardware, num_ranks=num_ranks),
         **most.shares(gathered=gathered, reduced=reduced),
     }

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
-from rayfcp.cost.model import EXCHANGES, CostModel, scans_of, speeds_of
+from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.scans import ScanCost
+from rayfcp.cost.terms import EXCHANGES, scans_of
 from rayfcp.cost.work import LayoutWork, layout_work
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints

@@ -13,206 +13,16 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD, coefficients
+from rayfcp.cost.analytic import EXPANSION_BACKWARD, coefficients
 from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
 from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.memory import kv_growth
 from rayfcp.cost.pipeline import PipelineCost
-from rayfcp.cost.scans import RING_PARTS, HeadsCost, Moved, ScanCost
+from rayfcp.cost.scans import HeadsCost, ScanCost
 from rayfcp.cost.stages import check_layers, split_layers
-from rayfcp.cost.work import visible_ring_share
+from rayfcp.cost.terms import beside_shards, ring_terms, ulysses_terms
 from rayfcp.values import ClusterSpec, HardwareProfile, LayerKinds, ModelProfile, Primitive
-from rayfcp.values.arrays import Bools, Floats
-
-
-def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Terms, Terms]:
-    """Forward and backward of rings by degree.
-
-    In each of d - 1 rounds one hop's keys and values pass a rank while it attends to the ones before. In backward their
-    gradients follow, and the last hop brings them home when all attention is done; layers that are recomputed run the
-    d - 1 rounds of forward once more. What comes as a latent is expanded where it is attended to, in backward again and
-    with two products for its gradients. Nothing hides the states of recurrent layers.
-    """
-    each_s = np.where(crosses, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
-    hop_s = each_s * visible_ring_share(cost.layer_kinds, ranks) / ranks
-    latency_s = np.where(ranks == 1, 0.0, cost.ring_s_per_round)
-    once_s = cost.passes_forward * latency_s
-    again_s = max(1 - 2 * cost.passes_forward, 0.0) * latency_s
-    half = 1 - 1 / (2 * ranks)
-    cover = (ranks - 1) / ranks
-    forward = _computed(cost, ranks, attention=cost.attention_forward, linear=cost.linear_forward, half=half)
-    backward = _computed(cost, ranks, attention=1 - cost.attention_forward, linear=1 - cost.linear_forward, half=half)
-    expanded_s = cover * cost.expansion_s_per_token
-    passes = (
-        forward._replace(
-            attention_s_per_token=forward.attention_s_per_token + expanded_s,
-            moved_s_per_token=(ranks - 1) * cost.ring_forward * hop_s,
-            moved_s=(ranks - 1) * once_s,
-            cover=cover,
-            steady=cover,
-            overlap=np.full_like(ranks, cost.overlap),
-        ),
-        backward._replace(
-            attention_s_per_token=backward.attention_s_per_token + EXPANSION_BACKWARD * expanded_s,
-            moved_s_per_token=(ranks - 1) * (1 - cost.ring_forward) * hop_s,
-            moved_s=(ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s,
-            tail_s_per_token=np.where(ranks == 1, 0.0, cost.ring_returned * hop_s),
-            tail_s=once_s,
-            overlap=np.full_like(ranks, cost.overlap),
-            **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
-        ),
-    )
-    passes = _with_host(cost, passes, rounds=ranks - 1)
-    scans = scans_of(cost, ranks, parts=RING_PARTS, crosses=crosses)
-    return _with_states(cost, passes, scans, ranks=ranks) if scans else passes
-
-
-def _with_host(cost: "CostModel", passes: tuple[Terms, Terms], *, rounds: Floats) -> tuple[Terms, Terms]:
-    """Forward and backward in which the host enqueues `rounds` further rounds, or exchanges."""
-    if not cost.host_s_per_round:
-        return passes
-    shares = cost.linear_forward, 1 - cost.linear_forward
-    forward, backward = (
-        each._replace(host_s=each.host_s + share * cost.host_s_per_round * rounds)
-        for each, share in zip(passes, shares, strict=True)
-    )
-    return forward, backward
-
-
-def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) -> tuple[Moved, Moved] | None:
-    """What recurrent layers of groups add, forward and backward; `parts` of each sequence that a rank has."""
-    if cost.scan is None:
-        return None
-    return cost.scan.passes_s(ranks, parts=parts, inside=_inside(cost, ranks, crosses=crosses))
-
-
-def _with_states(
-    cost: "CostModel", passes: tuple[Terms, Terms], scans: tuple[Moved, Moved], *, ranks: Floats
-) -> tuple[Terms, Terms]:
-    """Forward and backward with recurrent layers, which wait for their shards apart from layers that attend. Of the
-    traffic of shards each pass has its share of computation, and forward all of the head, as `linear_forward` has it.
-    """
-    assert cost.scan is not None, "there are recurrent layers"
-    shards_s = 0.0 if cost.pipeline else max(cost.shard_s - cost.exposed_s, 0.0)
-    shares = cost.linear_forward, 1 - cost.linear_forward
-    forward, backward = (
-        terms._replace(
-            linear_s_per_token=terms.linear_s_per_token + scan.computed_s_per_token,
-            moved_s=np.where(np.isfinite(scan.s), terms.moved_s, np.inf),
-            states_s_per_sequence=scan.s_per_sequence,
-            states_s_per_token=scan.s_per_token,
-            states_s=np.nan_to_num(scan.s, posinf=0.0),
-            head_s_per_token=head * cost.scan.head_s_per_token / ranks,
-            apart=np.full_like(ranks, cost.scan.apart),
-            shards_s=np.full_like(ranks, share * shards_s),
-        )
-        for terms, scan, share, head in zip(passes, scans, shares, (1, 0), strict=True)
-    )
-    return forward, backward
-
-
-def _beside_shards(
-    cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats, crosses: Bools
-) -> tuple[Terms, Terms]:
-    """Forward and backward of groups whose messages use links that carry shards: without the head, which hides neither,
-    a pass takes at least both, one after the other. Messages inside a node have its links to themselves while shards
-    wait for links between nodes. Nothing is gathered beside the last layer of forward."""
-    head_s_per_token = cost.head_s_per_token / ranks
-    free = np.where(crosses, 0.0, 1 - cost.shards_inside)
-    sides = (cost.beside_forward_s, cost.linear_forward, 1.0), (cost.beside_backward_s, 1 - cost.linear_forward, 0.0)
-    forward, backward = (
-        terms._replace(
-            shards_s=np.full_like(ranks, shards_s),
-            free_s=free * shards_s,
-            edge=np.full_like(ranks, head * cost.ahead),
-            head_s_per_token=head * head_s_per_token,
-            head_s=np.full_like(ranks, share * cost.fixed_outer * cost.fixed_s),
-        )
-        for terms, (shards_s, share, head) in zip(passes, sides, strict=True)
-    )
-    return forward, backward
-
-
-def _inside(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> Floats:
-    """Ranks of a group in one node. Over several nodes, as few as hold it but two at least, some node has no more than
-    its share of ranks."""
-    nodes = np.where(crosses, np.maximum(np.ceil(ranks / cost.ranks_per_node), 2.0), 1.0)
-    inside: Floats = ranks / np.minimum(nodes, ranks)
-    return inside
-
-
-def _backward_rounds(
-    cost: "CostModel", ranks: Floats, *, hop_s: Floats, once_s: Floats, again_s: Floats
-) -> dict[str, Floats]:
-    """Attention that a ring's backward pass can hide behind.
-
-    Gradients follow keys and values two rounds later: the first two of d rounds move keys and values, the last one
-    gradients, those between both. Recomputed layers pass keys and values on as in forward. With windows, rounds differ
-    more than that, and only sums count.
-    """
-    again = max(1 - (1 + ATTENTION_BACKWARD) * cost.attention_forward, 0.0) / (1 - cost.attention_forward)
-    kept, returned = cost.ring_forward, cost.ring_returned
-    cover = np.where(ranks > 2, 1 - again / ranks, (ranks - 1) / ranks)
-    by_round = (ranks > 2) & (not cost.layer_kinds)
-    edges_s = ((ranks - 1) * (1 - 2 * kept - returned) + 2 * kept + returned) * hop_s
-    return {
-        "cover": cover,
-        "steady": np.where(by_round, (1 - again) * (ranks - 3) / ranks, cover),
-        "edges_s_per_token": np.where(by_round, edges_s, 0.0),
-        "edges_s": np.where(by_round, 3 * once_s + (ranks - 1) * again_s, 0.0),
-    }
-
-
-def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Terms, Terms]:
-    """Forward and backward of Ulysses groups by degree.
-
-    Each rank exchanges (d - 1) / d of its tokens, and nothing hides it. What leaves the node has links of its own.
-    A rank expands latents for its own heads only. Sequences are laid end to end and cut between ranks: states pass as
-    if one sequence went across all.
-    """
-    grown = 1 - cost.ulysses_kv_share + cost.ulysses_kv_share * np.maximum(ranks / cost.num_kv_heads, 1.0)
-    inside = _inside(cost, ranks, crosses=crosses)
-    intra_s = (inside - 1) / ranks * cost.ulysses_intra_s_per_token
-    inter_s = (ranks - inside) / ranks * cost.ulysses_inter_s_per_token
-    per_token = grown * np.maximum(intra_s, inter_s) / ranks
-    splits = (cost.num_heads % ranks == 0) & ((cost.num_kv_heads % ranks == 0) | (ranks % cost.num_kv_heads == 0))
-    known = (cost.ulysses_intra_s_per_token > 0 and cost.ulysses_inter_s_per_token > 0) | (ranks == 1)
-    latency_s = np.where(ranks > 1, cost.ulysses_s, 0.0)
-    forward, backward = (
-        _computed(cost, ranks, attention=attention, linear=linear, half=1 / (2 * ranks))._replace(
-            moved_s_per_token=share * per_token, moved_s=np.where(splits & known, share * latency_s, np.inf)
-        )
-        for attention, linear, share in (
-            (cost.attention_forward, cost.linear_forward, cost.passes_forward),
-            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward),
-        )
-    )
-    forward, backward = _with_host(cost, (forward, backward), rounds=np.where(ranks > 1, EXCHANGES, 0.0))
-    scans = scans_of(cost, ranks, parts=1, crosses=crosses)
-    if scans is None:
-        return forward, backward
-    none = np.zeros_like(ranks)
-    first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=none) for each in scans)
-    return _with_states(cost, (forward, backward), (first, second), ranks=ranks)
-
-
-def _computed(cost: "CostModel", ranks: Floats, *, attention: float, linear: float, half: Floats) -> Terms:
-    """A pass with these shares of attention and linear layers in which nothing moves; `half`: half tokens per rank, in
-    `attention_half_tokens`."""
-    per_pair = attention * cost.attention_s_per_pair
-    nothing_moves = dict.fromkeys(Terms._fields, np.zeros_like(ranks))
-    computed = {
-        "attention_s_per_pair": per_pair / ranks,
-        "attention_s_per_token": per_pair * cost.attention_half_tokens * half,
-        "linear_s_per_token": linear * cost.linear_s_per_token / ranks,
-        "fixed_s": np.full_like(ranks, linear * cost.fixed_s),
-        "host_s": np.full_like(ranks, linear * cost.host_s),
-    }
-    return Terms(**(nothing_moves | computed))
-
-
-EXCHANGES = 2
-"""Exchanges of heads in a pass, before and after attention."""
+from rayfcp.values.arrays import Floats
 
 PARTS = ("pipeline", "layer_kinds", "scan", "encoder")
 """Fields of a cost model that are no numbers."""
@@ -551,7 +361,7 @@ class CostModel:
         terms_of = ulysses_terms if primitive is Primitive.ULYSSES else ring_terms
         forward, backward = terms_of(self, ranks, crosses=across)
         if self.beside_forward_s or self.beside_backward_s:
-            forward, backward = _beside_shards(self, (forward, backward), ranks=ranks, crosses=across)
+            forward, backward = beside_shards(self, (forward, backward), ranks=ranks, crosses=across)
         if isinstance(speed, float) and speed == 1.0:
             return forward, backward
         return forward.at_speed(speed), backward.at_speed(speed)

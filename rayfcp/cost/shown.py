@@ -10,7 +10,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from rayfcp.cost.model import EXCHANGES, CostModel
+from rayfcp.cost.model import CostModel
+from rayfcp.cost.terms import EXCHANGES
 from rayfcp.values import Primitive
 
 

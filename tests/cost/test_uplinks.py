@@ -84,7 +84,7 @@ def test_queued_rings_take_as_long_as_simulated(lengths, degree):
     simulated_s = simulate(lower(plan, batch), model=MODEL, hardware=hardware).iteration_s
 
     def predicted_s(model):
-        passes_s = group_passes(plan.microbatches[0], by_id=by_id, cluster=cluster, cost=model)
+        passes_s = group_passes(plan.microbatches[0], by_id=by_id, cluster=cluster, cost=model.in_step(last=True))
         return model.microbatch_s(model.makespan_s(*np.transpose(passes_s)), last=True)
 
     assert predicted_s(cost) == pytest.approx(simulated_s, rel=0.06)
@@ -110,7 +110,7 @@ def test_plans_are_priced_with_queues():
 def test_the_search_prices_queues_as_the_plan_does(seed):
     """Only then does it choose among plans by what they take where their groups lie."""
     hardware, rng = machine(node_uplink_bandwidth=5e4, inter_node_bandwidth=5e4), np.random.default_rng(seed)
-    cost = cost_of(hardware, num_ranks=24, model=MODEL)
+    cost = dataclasses.replace(cost_of(hardware, num_ranks=24, model=MODEL), shard_forward=0.0, reduce_forward=0.0)
     cluster = ClusterSpec(num_ranks=24, max_tokens_per_rank=900)
     batch = columns_of(specs([int(each) for each in rng.integers(800, 6000, 16)]), cost=cost)
     planner = GroupPlanner(batch, cluster=cluster, cost=cost, options=PlanConfig(primitives=("ring", "ulysses")))

@@ -77,8 +77,6 @@ def prices_of(
         [table_of(cost.terms(degrees, primitive=primitive, crosses=crosses, speed=speed)) for primitive in primitives]
         for crosses, speed in places
     ]
-    capacity = float(num_ranks + sum(size * group.speed for size, group in beside))
-    held = float(num_ranks + sum(size * min(group.speed, 1.0) for size, group in beside))
     prices = Prices(
         terms=np.ravel(rows).view(np.recarray),  # records have attributes in plain Python, too
         fixed_s=float(cost.fixed_s),
@@ -90,8 +88,8 @@ def prices_of(
         num_primitives=len(primitives),
         num_degrees=len(degrees),
         pinned=np.array([(size, PINNED + kinds.index(group.kind)) for size, group in beside], np.int64).ravel(),
-        capacity=capacity,
-        holds=held * max_tokens,
+        capacity=float(num_ranks + sum(size * group.speed for size, group in beside)),
+        holds=float(max_tokens * (num_ranks + sum(size * min(group.speed, 1.0) for size, group in beside))),
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
         recurrent=cost.scan is not None or cost.beside_backward_s > 0,
