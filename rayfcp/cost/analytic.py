@@ -2,6 +2,7 @@
 one tensor-parallel device."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -377,9 +378,7 @@ def parameter_s(hardware: HardwareProfile, *, num_ranks: int, bytes_per_element:
     Traffic enters a node over the links of all its ranks at once and is spread inside, so a rank is not limited to its
     own link between nodes.
     """
-    bandwidth = hardware.intra_node_bandwidth
-    if num_ranks > hardware.devices_per_node:
-        bandwidth = min(bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))
+    bandwidth = min(hardware.intra_node_bandwidth, _into_node(hardware, num_ranks=num_ranks))
     s_per_byte = (num_ranks - 1) / num_ranks / bandwidth
     return bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
 
@@ -387,9 +386,16 @@ def parameter_s(hardware: HardwareProfile, *, num_ranks: int, bytes_per_element:
 def shards_inside(hardware: HardwareProfile, *, num_ranks: int) -> float:
     """Share of the time of gathers and reductions in which they fill the links inside a node: less than 1 where links
     between nodes are the narrower ones."""
+    return min(1.0, _into_node(hardware, num_ranks=num_ranks) / hardware.intra_node_bandwidth)
+
+
+def _into_node(hardware: HardwareProfile, *, num_ranks: int) -> float:
+    """Bytes/s that enter the node with fewest of so many ranks, which fill nodes one after the other; infinite where
+    one node has all."""
     if num_ranks <= hardware.devices_per_node:
-        return 1.0
-    return min(1.0, hardware.devices_per_node * inter_bandwidth(hardware) / hardware.intra_node_bandwidth)
+        return math.inf
+    fewest = num_ranks % hardware.devices_per_node or hardware.devices_per_node
+    return min(fewest * hardware.inter_node_bandwidth, hardware.node_uplink_bandwidth or math.inf)
 
 
 def collective_s(hardware: HardwareProfile, *, num_ranks: int, num_nodes: int = 0) -> float:
