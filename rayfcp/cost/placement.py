@@ -5,18 +5,25 @@ from collections.abc import Sequence
 from rayfcp.values import ClusterSpec
 
 
-def place_groups(degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def place_groups(
+    degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]], *, by_heads: Sequence[bool] = ()
+) -> list[tuple[int, ...]]:
     """Ranks of each group, ascending within a node; no rank twice.
 
     `degrees` come largest first and sum to at most the ranks of all nodes. A group takes the lowest free ranks of the
     node with the fewest free ranks that holds it; one that fits no node takes the emptiest nodes in turn. Groups larger
-    than every node come last, since they span nodes in any case.
+    than every node come last, since they span nodes in any case, but for those that share out heads (`by_heads`) and
+    fill nodes: a rank with fewer of its group in its node than others exchanges more between nodes.
     """
     nodes = [list(ranks) for ranks in ranks_of_node]
     left = [len(ranks) for ranks in nodes]
     largest = max(left)
     placed: dict[int, tuple[int, ...]] = {}
-    for index in sorted(range(len(degrees)), key=lambda index: degrees[index] > largest):
+    fills = [
+        whole and degree % largest == 0
+        for degree, whole in zip(degrees, by_heads or [False] * len(degrees), strict=True)
+    ]
+    for index in sorted(range(len(degrees)), key=lambda index: degrees[index] > largest and not fills[index]):
         degree, best = degrees[index], -1
         for at, free in enumerate(left):
             if free >= degree and (best < 0 or free < left[best]):

@@ -1,4 +1,5 @@
-"""Queues at the uplinks of nodes: groups of one microbatch whose messages leave the same node share its uplink."""
+"""Groups where they lie: those of one microbatch whose messages leave the same node share its uplink, and ranks that
+share out heads exchange more between nodes where few of them are in one."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,18 @@ def queued_tokens(
 
     `nodes`: node of each rank. The groups use a node's uplink in turn, so that a group waits for each of the others
     there until the shorter of both is through: the times of a processor that is shared evenly. The node with the
-    longest wait counts. Messages of a group that no other group delays take as long as alone.
+    longest wait counts. Messages of a group that no other group delays take as long as alone. Where all ranks have
+    their own links, exchanges of heads take as long as those of the rank with fewest of its group in its node.
     """
     held = [Counter(nodes[rank] for rank in each) for each in ranks]
     crossing = [at for at, each in enumerate(held) if len(each) > 1]
-    if not cost.uplink_ranks or len(crossing) < 2:
+    if not cost.uplink_ranks:
+        times = [
+            _unevenness(cost, [*held[at].values()]) if at in crossing and each is Primitive.ULYSSES else 1.0
+            for at, each in enumerate(primitives)
+        ]
+        return np.asarray(num_tokens * np.array(times))
+    if len(crossing) < 2:
         return num_tokens
     numbers = sorted({node for at in crossing for node in held[at]})
     moved_s = np.array([_moved_s(cost, num_tokens[at], len(ranks[at]), primitives[at]) for at in crossing])
@@ -41,6 +49,17 @@ def queued_tokens(
     factor = np.ones(len(ranks))
     factor[crossing] = np.maximum(through_s / np.maximum(moved_s, np.finfo(float).tiny), 1.0)
     return np.asarray(num_tokens * factor)
+
+
+def _unevenness(cost: "CostModel", sizes: Sequence[int]) -> float:
+    """Times by which exchanges take longer than with as many ranks in each of as few nodes as hold the group."""
+    degree = sum(sizes)
+    even = degree / max(-(-degree // cost.ranks_per_node), 2)
+
+    def exchange_s(most: float, fewest: float) -> float:
+        return max((most - 1) * cost.ulysses_intra_s_per_token, (degree - fewest) * cost.ulysses_inter_s_per_token)
+
+    return exchange_s(max(sizes), min(sizes)) / exchange_s(even, even)
 
 
 def _moved_s(cost: "CostModel", num_tokens: float, degree: int, primitive: Primitive) -> float:

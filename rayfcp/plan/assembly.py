@@ -236,7 +236,8 @@ class _Loads:
         node_of_rank = _node_of_rank(nodes)
         torn = np.array([len({node_of_rank[rank] for rank in held}) > 1 for held in ranks])
         moved = self.tokens.copy()
-        if cost.uplink_ranks:
+        by_heads = torn & np.array([draft.primitive is Primitive.ULYSSES for draft in self.drafts])
+        if cost.uplink_ranks or by_heads.any():
             for home in np.unique(self.homes[torn]):
                 here = np.flatnonzero(torn & (self.homes == home)).tolist()
                 moved[here] = queued_tokens(
@@ -309,7 +310,8 @@ def _named(
         for among in dict.fromkeys(drafts[number].among for number in numbers):
             here = [number for number in numbers if drafts[number].among == among]
             within = [[rank for rank in held if rank in among] for held in nodes] if among else nodes
-            placed = place_groups([drafts[number].degree for number in here], within)
+            by_heads = [drafts[number].primitive is Primitive.ULYSSES for number in here]
+            placed = place_groups([drafts[number].degree for number in here], within, by_heads=by_heads)
             for number, held in zip(here, placed, strict=True):
                 ranks[number] = held
     return ranks

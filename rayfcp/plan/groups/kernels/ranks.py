@@ -133,7 +133,7 @@ def _fill_uplinks(problem: SearchProblem, group: int, held: Ints, fill: Floats) 
     prices, record = problem.prices, _record(problem, group)
     forward, backward = prices.terms[record], prices.terms[record + 1]
     moved_s = (forward.moved_s_per_token + backward.moved_s_per_token) * problem.state.tokens[group]
-    ring = backward.tail_s_per_token > 0.0  # gradients come home by a last hop
+    ring = _is_ring(problem, group)
     for node in range(len(held)):
         if held[node] > 0:
             fill[node] = moved_s * (prices.fills[0] if ring else prices.fills[1] * held[node])
@@ -197,7 +197,8 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
     """Mark the groups of a microbatch that span nodes; returns its makespan with them priced so.
 
     The larger and slower go first, each into the node with the least room that holds it, else over the emptiest ones;
-    those larger than all nodes go last. Groups of one rank always find room.
+    those larger than all nodes go last, but for groups that share out heads and fill nodes. Groups of one rank always
+    find room.
     """
     state = problem.state
     groups, count = np.empty(problem.prices.num_ranks, np.int64), 0
@@ -217,7 +218,7 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
     held = np.zeros((count if queues else 0, len(left)), np.int64)
     for turn in range(2):
         for at in range(count):
-            if (state.degree[groups[at]] > largest) == (turn == 1):
+            if _goes_last(problem, groups[at], largest) == (turn == 1):
                 if queues:
                     held[at] = left
                 _place_group(problem, groups[at], left)
@@ -226,6 +227,20 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
     state.counts[MOVES] += 1 + count * len(left) // 4
     seconds = _keep_pace(problem, microbatch, 0)
     return max(seconds, _queued_s(problem, microbatch, groups[:count], held)) if queues else seconds
+
+
+@inner
+def _goes_last(problem: SearchProblem, group: int, largest: int) -> bool:
+    degree = problem.state.degree[group]
+    if degree <= largest:
+        return False
+    return degree % largest != 0 or _is_ring(problem, group)
+
+
+@inner
+def _is_ring(problem: SearchProblem, group: int) -> bool:
+    """Gradients come home by a last hop."""
+    return bool(problem.prices.terms[_record(problem, group) + 1].tail_s_per_token > 0.0)
 
 
 @inner
