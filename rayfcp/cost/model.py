@@ -188,13 +188,11 @@ class CostModel:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
-        """From `dataclasses.asdict`, also after a round trip through JSON, and of files from before the host's seconds,
-        the growth of memory and the uplinks.
+        """From `dataclasses.asdict`, also after a round trip through JSON.
 
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
-        fields = {"host_s": 0.0, "host_s_per_round": 0.0, "kv_growth": 0.0, "uplink_ranks": 0.0, **fields}
         try:
             found = TypeAdapter(cls).validate_python(fields)
         except ValidationError as error:
