@@ -159,12 +159,6 @@ def test_a_measured_host_is_in_the_hardware_profile(recomputed_layers: int) -> N
     assert (again.host_s, again.host_s_per_round) == pytest.approx((0.25, 0.07))
 
 
-def test_profiles_from_before_are_read() -> None:
-    fields = dataclasses.asdict(GUESS)
-    del fields["host_s"], fields["host_s_per_round"]
-    assert CostModel.of_fields(fields) == GUESS
-
-
 def test_passes_without_backward_have_their_share_of_the_host() -> None:
     whole = HOSTED.terms(4.0)[0].host_s
     assert sum(each.host_s for each in HOSTED.forward_only().terms(4.0)) == pytest.approx(whole)
