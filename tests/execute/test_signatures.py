@@ -168,6 +168,7 @@ ELSEWHERE = {
     "_module_pass_manager": "numba",
     "_source_stamp": "numba",
     "_attn_implementation": "transformers",
+    "_from_config": "transformers",
     "_init_weights": "transformers",
     "_keys_to_ignore_on_load_unexpected": "transformers",
     "_deepstack_process": "transformers",
