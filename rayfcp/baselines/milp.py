@@ -194,9 +194,11 @@ def slots_of(
     budget_tokens: int,
     cost: CostModel,
 ) -> list[Slot]:
-    """As many slots of each degree as fit the ranks of `budget_tokens` each, links as the degree has them as a rule.
+    """Return as many slots of each degree as fit the ranks, links as the degree has them as a rule.
+
     Exact for the mean pairs and tokens of buckets: that only the least of attention and traffic hides makes three lines
-    a pass."""
+    a pass.
+    """
     pairs = np.array([bucket.mean_pairs for bucket in buckets])
     tokens = np.array([bucket.mean_tokens for bucket in buckets])
     slots = []

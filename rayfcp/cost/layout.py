@@ -69,17 +69,21 @@ def in_order(
 ) -> tuple[MicrobatchPlan, ...]:
     """Microbatches of layouts on all ranks, by the sequences of each, the longest one last. They are priced beside
     their shards, `group_s` without."""
-    alone_s, others_s, last_s = (
-        {ids: layout_s(layout, by_id=by_id, cluster=cluster, cost=each) for ids, layout in layouts.items()}
-        for each in (cost, cost.in_step(), cost.in_step(last=True))
-    )
-    ordered = sorted(layouts, key=lambda ids: (others_s[ids], ids))
+
+    def seconds(ids: tuple[int, ...], priced: CostModel) -> float:
+        return layout_s(layouts[ids], by_id=by_id, cluster=cluster, cost=priced)
+
+    beside, in_last = cost.in_step(), cost.in_step(last=True)
+    alone_s = {ids: seconds(ids, cost) for ids in layouts}
+    beside_s = alone_s if beside is cost else {ids: seconds(ids, beside) for ids in layouts}
+    ordered = sorted(layouts, key=lambda ids: (beside_s[ids], ids))
     ranks, last = tuple(range(cluster.num_ranks)), ordered[-1]
+    step_s = beside_s if in_last is cost else beside_s | {last: seconds(last, in_last)}
     return tuple(
         MicrobatchPlan(
             groups=(Group(ranks=ranks, sequences=ids),),
             group_s=(alone_s[ids],),
-            predicted_s=cost.microbatch_s((last_s if ids == last else others_s)[ids], last=ids == last),
+            predicted_s=cost.microbatch_s(step_s[ids], last=ids == last),
             layout=layouts[ids],
         )
         for ids in ordered

@@ -188,7 +188,7 @@ class CostModel:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
-        """From `dataclasses.asdict`, also after a round trip through JSON.
+        """Return the cost model of the fields that `dataclasses.asdict` gives, also after a round trip through JSON.
 
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
@@ -330,7 +330,7 @@ class CostModel:
         return max(1 / heads, 1 / self.num_kv_heads)
 
     def room(self, max_tokens: int, *, degree: npt.ArrayLike, primitive: Primitive) -> Floats:
-        """Most tokens of groups of `degree` ranks, each of which alone holds `max_tokens`; fewer where they share out
+        """Return the most tokens of groups of `degree` ranks that hold `max_tokens` each; fewer where they share out
         heads and replicate keys and values (`kv_growth`)."""
         ranks = np.asarray(degree, np.float64)
         if primitive is not Primitive.ULYSSES:

@@ -128,7 +128,7 @@ def _constant(seconds: Sequence[float], parts: Sequence[float] = ()) -> float:
 
 
 def _hides_device(usual: CostModel, guess: CostModel, *, timings: Sequence[Timed], noise: float) -> bool:
-    """Whether seconds hardly grow with the device's work, though by `guess` that is clearly more of them."""
+    """Return whether seconds hardly grow with the device's work, though by `guess` that is clearly more of them."""
     shown, due = (max(_work_s(cost, each) / each.seconds for each in timings) for cost in (usual, guess))
     return shown < min(SIGNIFICANT * noise, CLEARER * due)
 

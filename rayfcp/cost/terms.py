@@ -75,7 +75,7 @@ def _with_host(cost: "CostModel", passes: tuple[Terms, Terms], *, rounds: Floats
 
 
 def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) -> tuple[Moved, Moved] | None:
-    """What recurrent layers of groups add, forward and backward; `parts` of each sequence that a rank has."""
+    """Return what recurrent layers of groups add, forward and backward; `parts` of each sequence that a rank has."""
     if cost.scan is None:
         return None
     return cost.scan.passes_s(ranks, parts=parts, inside=_inside(cost, ranks, crosses=crosses))

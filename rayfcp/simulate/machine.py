@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def hosted(self) -> bool:
-        """Whether devices may wait for their hosts."""
+        """Return whether devices may wait for their hosts."""
         return self.hardware.host_layer_s + self.hardware.host_round_s > 0
 
     def host_s(self, *, backward: bool) -> tuple[float, float]:
