@@ -35,7 +35,7 @@ from rayfcp.compare.distributions import DISTRIBUTIONS
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
-from rayfcp.program import lower
+from rayfcp.program import Programs, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
 
@@ -79,14 +79,16 @@ class Case:
     sequences: tuple[SequenceSpec, ...]
     primitives: tuple[str, ...]
 
+    def lowered(self, plan: BatchPlan) -> Programs:
+        return lower(plan, self.sequences)
+
+    def seconds(self, programs: Programs) -> float:
+        """Simulated time of a step."""
+        speeds = self.cluster.speed_of_rank
+        return simulate(programs, model=self.model, hardware=self.hardware, speed_of_rank=speeds).iteration_s
+
     def simulated_s(self, plan: BatchPlan) -> float:
-        timeline = simulate(
-            lower(plan, self.sequences),
-            model=self.model,
-            hardware=self.hardware,
-            speed_of_rank=self.cluster.speed_of_rank,
-        )
-        return float(timeline.iteration_s)
+        return self.seconds(self.lowered(plan))
 
 
 def case_of(number: int, *, stages: int = 1, on: str = "", tensor_parallel: int = 1) -> Case:

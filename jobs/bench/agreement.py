@@ -15,7 +15,8 @@ import sys
 from jobs.bench.ablation import Case, case_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.profiles import HARDWARE
-from rayfcp.plan import plan_batch
+from rayfcp.plan.batch import plan_candidates
+from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 
 FAMILIES = ("static-cp", "ulysses", "dynamic-cp")
@@ -79,13 +80,10 @@ def _narrower(case: Case) -> list[BatchPlan]:
 
 
 def _plan(case: Case, strategy: str) -> BatchPlan:
-    return plan_batch(
-        case.sequences,
-        cluster=case.cluster,
-        cost=case.cost,
-        strategy=strategy,
-        options=PlanConfig(primitives=case.primitives),
-    )
+    """Return the plan that a run takes, which may choose by simulation."""
+    options = PlanConfig(primitives=case.primitives)
+    plans = plan_candidates(case.sequences, cluster=case.cluster, cost=case.cost, strategy=strategy, options=options)
+    return choose(plans, strategy=strategy, lowered=case.lowered, seconds=case.seconds).plan
 
 
 if __name__ == "__main__":

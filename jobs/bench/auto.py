@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.layouts import plan_auto_timed
+from rayfcp.compare.layouts import plan_chosen_timed
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.results import timeline_of
@@ -87,7 +87,7 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     setting = best_setting("auto", batches, settings=settings, options=OPTIONS)
     singles = {name: _single(name, batches, setting=setting) for name in strategies}
     single_s = {name: seconds for name, seconds in singles.items() if seconds}
-    found = [plan_auto_timed(batch, setting=setting, options=OPTIONS) for batch in batches]
+    found = [plan_chosen_timed(batch, strategy="auto", setting=setting, options=OPTIONS) for batch in batches]
     check_plan(found[0][0], batches[0], cluster=setting.cluster, cost=setting.cost)
     auto_s = [_simulated(plan, batch, setting=setting) for (plan, _, _), batch in zip(found, batches, strict=True)]
     return Case(

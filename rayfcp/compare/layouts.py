@@ -327,10 +327,10 @@ class LayoutCandidate:
     def _planned(self, strategy: str, batch: Batch, *, setting: Setting) -> tuple[BatchPlan, Programs | None, float]:
         """Return a plan, its programs if they were simulated, and the CPU seconds that it took."""
         options = self.case.options
-        if strategy != AUTO:
-            plan, plan_s = plan_timed(batch, strategy=strategy, setting=setting, options=options)
-            return plan, None, plan_s
-        return plan_auto_timed(batch, setting=setting, options=options)
+        if strategy == AUTO or get(strategy).contains:
+            return plan_chosen_timed(batch, strategy=strategy, setting=setting, options=options)
+        plan, plan_s = plan_timed(batch, strategy=strategy, setting=setting, options=options)
+        return plan, None, plan_s
 
     def _entry(self, strategy: str, setting: Setting, figures: Sequence[BatchFigures], *, reason: str) -> Entry:
         """Return the figures of all batches. Work that tensor-parallel devices replicate, such as a replicated head,
@@ -354,16 +354,20 @@ class LayoutCandidate:
         )
 
 
-def plan_auto_timed(sequences: Batch, *, setting: Setting, options: PlanConfig) -> tuple[BatchPlan, Programs, float]:
-    """Return the plan that `auto` chooses by simulation on the compared hardware, its programs if they were simulated,
-    and the CPU seconds it took.
+def plan_chosen_timed(
+    sequences: Batch, *, strategy: str, setting: Setting, options: PlanConfig
+) -> tuple[BatchPlan, Programs | None, float]:
+    """Return the plan that a strategy chooses by simulation on the compared hardware, its programs if they were
+    simulated, and the CPU seconds it took.
 
     Raises:
         InfeasiblePlanError: No strategy has a plan for this batch.
     """
     start_s = time.process_time()
+    given: dict[str, Any] = {"cluster": setting.cluster, "cost": setting.cost, "options": options}
     choice = choose(
-        plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options),
+        plan_candidates(sequences, strategy=strategy, **given),
+        strategy=strategy,
         lowered=lambda plan: lower(plan, sequences, reduce_every=setting.reduce_every),
         seconds=lambda programs: timeline_of(programs, setting=setting).iteration_s,
     )

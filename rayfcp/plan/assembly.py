@@ -8,7 +8,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.config.constraints import Placement
+from rayfcp.config.constraints import HostConstraints, Placement
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import fastest_first, place_groups, ranks_of_nodes
 from rayfcp.cost.uplinks import queued_tokens
@@ -101,6 +101,26 @@ def exchange_degrees(cost: CostModel, *, num_ranks: int, primitives: Collection[
     return found
 
 
+HIDES = 2.0
+"""Computation divided by traffic of shards above which it hides the messages of groups, too."""
+
+
+def beside_shards(batch: Columns, *, cluster: ClusterSpec, cost: CostModel, constraints: HostConstraints) -> CostModel:
+    """Return the cost model of groups beside their shards if these may take longer than what ranks compute, else
+    `cost`.
+
+    A group does not know whether it comes last in a step. All are as if they did where one microbatch is enough.
+    """
+    fewest = constraints.least_microbatches(
+        -(-sum(batch.num_tokens) // (cluster.num_ranks * cluster.max_tokens_per_rank))
+    )
+    beside, share = cost.in_step(last=fewest == 1), sum(batch.compute_s) / cluster.num_ranks / fewest
+    forward_s = share * cost.linear_forward
+    if forward_s > HIDES * beside.beside_forward_s and share - forward_s > HIDES * beside.beside_backward_s:
+        return cost
+    return beside
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A group whose ranks have no names yet: sequences (positions in the columns of a batch) on `degree` of the ranks
@@ -155,10 +175,11 @@ def _priced(
 ) -> tuple[MicrobatchPlan, ...]:
     """Microbatches of drafts with the better of `ways` to name their ranks, the longest one last."""
     nodes, idle_s = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node), idle_passes_s(cost, cluster=cluster)
-    alone, beside = (
-        [loads.named_s(ranks, cluster=cluster, cost=each, nodes=nodes) for ranks in ways]
-        for each in (cost, cost.in_step(last=len(ordered) == 1))
-    )
+    in_step = cost.in_step(last=len(ordered) == 1)
+    alone = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
+    beside = alone
+    if in_step is not cost:
+        beside = [loads.named_s(ranks, cluster=cluster, cost=in_step, nodes=nodes) for ranks in ways]
 
     def makespan_s(passes_s: Floats, numbers: Sequence[int]) -> float:
         return cost.makespan_s(*np.column_stack((passes_s[:, list(numbers)], idle_s)))

@@ -1,5 +1,5 @@
 """`simulate`: programs of all ranks on a machine, as a timeline. `simulate_plan`: a plan, lowered and simulated.
-`choose`: the plan that is fastest when simulated, which `auto` takes.
+`choose`: the plan of a strategy that is fastest when simulated.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 from rayfcp.cost.analytic import FORWARD_AND_BACKWARD
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import taken
+from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.program import Forward, Programs, check_progress, lower
 from rayfcp.program.instructions import of_kind
 from rayfcp.simulate.encoder import EncoderWork, work_of
@@ -30,38 +31,39 @@ CLEARLY = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan, its programs, and the seconds of every simulated plan, in the order of `plans`."""
+    """A plan, its programs if it was simulated, and the seconds of every simulated plan, in the order of `plans`."""
 
     plan: BatchPlan
-    programs: Programs
+    programs: Programs | None
     simulated: tuple[tuple[str, float], ...]
 
 
 def choose(
     plans: Sequence[BatchPlan],
     *,
+    strategy: str = AUTO,
     lowered: Callable[[BatchPlan], Programs],
     seconds: Callable[[Programs], float],
 ) -> Choice:
-    """The fastest of `plans`, which are sorted by prediction, by the `seconds` of its programs; of equals the first.
+    """Return the fastest of the `plans` of `strategy` (`plan_candidates`) by the `seconds` of its programs; of equals
+    the first.
 
     A single plan, or one whose prediction is far better than all others, is not simulated. The plan's reason says why
     it was taken.
     """
-    close = [plan for plan in plans if plan.predicted_s <= CLEARLY * plans[0].predicted_s]
+    best = min(plans, key=lambda each: each.predicted_s)
+    close = [plan for plan in plans if plan.predicted_s <= CLEARLY * best.predicted_s]
     if len(close) == 1:
-        plan = taken(plans[0], [(each.strategy, each.predicted_s) for each in plans], how="predicted")
-        return Choice(plan=plan, programs=_of(plan, lowered(plans[0])), simulated=())
+        predicted = [(each.strategy, each.predicted_s) for each in plans]
+        single = strategy != AUTO and len(plans) == 1
+        plan = best if single else taken(best, predicted, strategy=strategy, how="predicted")
+        return Choice(plan=plan, programs=None, simulated=())
     programs = [lowered(plan) for plan in close]
     simulated = [(plan.strategy, seconds(each)) for plan, each in zip(close, programs, strict=True)]
-    best = min(range(len(close)), key=lambda at: simulated[at][1])
-    plan = taken(close[best], simulated, how="simulated")
-    return Choice(plan=plan, programs=_of(plan, programs[best]), simulated=tuple(simulated))
-
-
-def _of(plan: BatchPlan, programs: Programs) -> Programs:
-    """Programs with the hash of the plan, which covers its reason."""
-    return programs.replaced(plan_hash=plan.plan_hash)
+    at = min(range(len(close)), key=lambda each: simulated[each][1])
+    plan = taken(close[at], simulated, strategy=strategy, how="simulated")
+    named = programs[at].replaced(plan_hash=plan.plan_hash)  # the plan's hash covers its reason
+    return Choice(plan=plan, programs=named, simulated=tuple(simulated))
 
 
 def simulate(

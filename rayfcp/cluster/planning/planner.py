@@ -17,7 +17,6 @@ from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flop
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
 from rayfcp.plan.layout import Placement, placements_of
-from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.program import Programs, check_progress, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.simulate.simulate import choose
@@ -58,8 +57,8 @@ class RunPlanner:
         search_moves: int | None = None,
         forward_only: bool = False,
     ) -> tuple[BatchPlan, Programs | None]:
-        """Plan by the run's strategy on so many stages, or the named one; with the programs if `auto` lowered them,
-        which takes the fastest candidate by simulation. `search_moves`: in place of the configured ones.
+        """Plan by the run's strategy on so many stages, or the named one; with the programs if candidates were lowered
+        to take the fastest by simulation. `search_moves`: in place of the configured ones.
         `forward_only`: for passes without backward, whose seconds are predicted.
 
         Raises:
@@ -70,10 +69,9 @@ class RunPlanner:
             options = options.model_copy(update={"search_moves": search_moves})
         given = {"cluster": cluster.forward_only(), "cost": cost.forward_only()} if forward_only else {}
         with_options: dict[str, Any] = {"cluster": cluster, "cost": cost, "options": options} | given
-        if name != AUTO:
-            return plan_batch(sequences, strategy=name, **with_options), None
         choice = choose(
-            plan_candidates(sequences, **with_options),
+            plan_candidates(sequences, strategy=name, **with_options),
+            strategy=name,
             lowered=lambda plan: self.lower(plan, sequences, cluster=cluster, forward_only=forward_only),
             seconds=lambda programs: self.simulate(programs, cluster=cluster, cost=cost).iteration_s,
         )

@@ -15,7 +15,7 @@ from rayfcp.cost.kernels.group_time import pass_s, recurrent_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
 from rayfcp.cost.uplinks import fills_uplink
-from rayfcp.plan.assembly import Columns, Draft
+from rayfcp.plan.assembly import Columns, Draft, beside_shards
 from rayfcp.plan.groups.joint import JointSearch, only
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
 from rayfcp.plan.groups.kernels.ranks import primitives_of
@@ -124,7 +124,7 @@ def problem_of(
     """
     permitted = _permitted(constraints, num_ranks=cluster.num_ranks, pinned=pinned)
     step = step_of(permitted)
-    priced = _beside_shards(batch, cluster=cluster, cost=cost, constraints=constraints)
+    priced = beside_shards(batch, cluster=cluster, cost=cost, constraints=constraints)
     prices = prices_of(cluster, priced, primitives=tuple(primitives), pinned=tuple(pinned), permitted=permitted)
     tokens, pairs, sequences = (np.array(each, np.float64) for each in (batch.num_tokens, batch.pairs, batch.counts))
     columns = SearchBatch(
@@ -152,21 +152,6 @@ def problem_of(
             few_degrees=bool(permitted),
         ),
     )
-
-
-def _beside_shards(batch: Columns, *, cluster: ClusterSpec, cost: CostModel, constraints: HostConstraints) -> CostModel:
-    """The cost model of groups beside their shards, if these may take longer than what ranks compute.
-
-    A group does not know whether it comes last in a step. All are as if they did where one microbatch is enough.
-    """
-    fewest = constraints.least_microbatches(
-        -(-sum(batch.num_tokens) // (cluster.num_ranks * cluster.max_tokens_per_rank))
-    )
-    beside, share = cost.in_step(last=fewest == 1), sum(batch.compute_s) / cluster.num_ranks / fewest
-    forward_s = share * cost.linear_forward
-    if forward_s > HIDES * beside.beside_forward_s and share - forward_s > HIDES * beside.beside_backward_s:
-        return cost
-    return beside
 
 
 def _permitted(constraints: HostConstraints, *, num_ranks: int, pinned: Sequence[PinnedGroup]) -> tuple[int, ...]:
@@ -217,9 +202,6 @@ def _no_group(
         "or lower data.max_seqlen"
     )
 
-
-HIDES = 2.0
-"""Computation divided by traffic of shards above which it hides the messages of groups, too."""
 
 Placed = tuple[float, GroupState]  # seconds where its groups lie
 

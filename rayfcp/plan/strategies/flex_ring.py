@@ -44,4 +44,5 @@ INFO = StrategyInfo(
     propose=in_stages(propose, recompute="adaptive"),
     is_baseline=False,
     spreads_images=True,
+    contains=("static-cp", "ulysses", "dynamic-cp"),
 )

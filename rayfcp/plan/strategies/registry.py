@@ -86,6 +86,8 @@ class StrategyInfo:
     """Takes seconds for a large batch."""
     is_slow_in_stages: bool = False
     """Takes seconds for a large batch where there are several stages."""
+    contains: tuple[str, ...] = ()
+    """Strategies of narrower plans, which are simulated beside its own where predictions cannot tell them apart."""
     settings_from: tuple[str, ...] = ()
     """Quick strategies with similar plans, whose best setting `compare` uses instead of trying all."""
 
