@@ -82,10 +82,11 @@ class ReplayState(NamedTuple):
     """State of the event loop. Times are absolute seconds; ranks are those of all stages, i.e. devices.
 
     `free[server]`: when it has served its messages; `bulk[server]`: its collectives, the latest of which is
-    `latest[server]`. `op`, `round`: what each rank does. `waits_for`: a collective, `awaits` a hop (-1: none), since
-    `waits_since`. `compute_end`, `first_start`, `last_end`, `open`: of the round that runs; `last_busy`: until when
-    those that it waits for computed. `collective_s[c]`: when the last rank posted it, start and end; `hop_s[h]`: when
-    it was sent, start and end. `host_s[rank]`: until when its host enqueues. `spent[rank, category]`.
+    `latest[server]`, behind a pause from `pause[server, 0]` to `pause[server, 1]`. `op`, `round`: what each rank does.
+    `waits_for`: a collective, `awaits` a hop (-1: none), since `waits_since`. `compute_end`, `first_start`, `last_end`,
+    `open`: of the round that runs; `last_busy`: until when those that it waits for computed. `collective_s[c]`: when
+    the last rank posted it, start and end; `hop_s[h]`: when it was sent, start and end. `host_s[rank]`: until when its
+    host enqueues. `spent[rank, category]`.
     """
 
     heap_s: Floats
@@ -105,6 +106,7 @@ class ReplayState(NamedTuple):
     posted: Ints
     free: Floats
     bulk: Floats
+    pause: Floats
     collective_posts: Ints
     collective_s: Floats
     latest: Ints
@@ -146,6 +148,7 @@ def new_state(
         posted=np.zeros(num_messages, np.int64),
         free=np.zeros(num_servers),
         bulk=np.zeros(num_servers),
+        pause=np.zeros((num_servers, 2)),
         collective_posts=np.zeros(num_collectives, np.int64),
         collective_s=np.full((num_collectives, 3), -1.0),
         latest=np.full(num_servers, -1, np.int64),
@@ -226,9 +229,16 @@ def _finish_round(
 @inner
 def _pass(s: ReplayState, wires: Wires, server: int, now: float, seconds: float) -> float:
     """A message joins the queue of a server; returns when it is through. Half of the server goes to a collective
-    that is under way, which is done the later for it (what does not overlap is paid for apart)."""
+    that is under way, which is done the later for it (what does not overlap is paid for apart). In the pause between
+    two collectives, the latency of the first, the message has all of the server."""
     start = max(now, s.free[server])
-    shared = wires.overlap * min(seconds, max(s.bulk[server] - start, 0.0))
+    before = min(seconds, max(s.pause[server, 0] - start, 0.0))
+    shared = wires.overlap * before
+    s.pause[server, 0] += shared
+    s.pause[server, 1] += shared
+    alone = max(s.pause[server, 1] - max(start, s.pause[server, 0]), 0.0)
+    behind = min(max(seconds - before - alone, 0.0), max(s.bulk[server] + shared - max(start, s.pause[server, 1]), 0.0))
+    shared += wires.overlap * behind
     s.free[server] = start + seconds + shared
     if shared > 0.0:
         s.bulk[server] += shared
@@ -324,6 +334,7 @@ def _post(s: ReplayState, wires: Wires, collective: int, now: float) -> None:
             if latency_s > 0.0 and latest >= 0 and wires.collective_stage[latest] == stage:
                 free = max(free, s.collective_s[latest, 2])  # collectives of a stage follow each other
             s.latest[server] = collective
+            s.pause[server, 0], s.pause[server, 1] = s.bulk[server], free
             start = max(start, free)
             s.bulk[server] = free + seconds + wires.overlap * min(seconds, max(s.free[server] - free, 0.0))
             end = max(end, s.bulk[server])

@@ -11,10 +11,10 @@ from rayfcp.cost.profiles import HARDWARE, MODELS
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.simulate.machine import machine_of
 from rayfcp.simulate.simulate import simulate_plan
-from rayfcp.values import ClusterSpec, HardwareProfile
+from rayfcp.values import ClusterSpec, HardwareProfile, SpanKind
 from rayfcp.verify import check_plan
 from tests.masks import specs
-from tests.simulate.helpers import MODEL, cost_of, machine
+from tests.simulate.helpers import MODEL, cost_of, machine, plan_of
 
 BROAD = dataclasses.replace(MODEL, vocab_size=20_000)
 SIZES = {"bytes_per_element": 2, "reduce_every": "microbatch"}
@@ -89,6 +89,21 @@ def test_plans_and_simulator_agree_on_the_latency_of_shards(num_ranks: int, redu
     assert plan.predicted_s == pytest.approx(collectives * collective_s(hardware, num_ranks=num_ranks), rel=1e-3)
     bound_s = lower_bound(batch, cluster=cluster, cost=cost)
     assert bound_s <= timeline.iteration_s * (1 + 1e-9) <= plan.predicted_s * (1 + 1e-3)
+
+
+def test_messages_have_their_ports_alone_while_collectives_wait_for_their_latency() -> None:
+    """A backward layer posts a reduction and a gather, 7 ms apart; its ring is through long before the gather begins.
+    Linear work takes longer than the reduction's bytes."""
+    hardware = latent(peak_flops=1e12)
+    plan = plan_of([[((0, 1, 2, 3), (0,))]], num_ranks=4)
+    timeline = simulate_plan(
+        plan, specs([4096]), model=MODEL, hardware=hardware, reduce_every="microbatch", detail=True
+    )
+    sent = [span for span in timeline.spans if span.kind is SpanKind.TRANSFER and span.label.startswith("backward")]
+    assert len(sent) == 4 * 5
+    for span in sent:
+        alone_s = span.amount / hardware.intra_node_bandwidth + hardware.latency_s
+        assert span.stop_s - span.start_s == pytest.approx(alone_s)
 
 
 def test_shards_of_more_devices_take_longer_and_profiles_without_the_latency_do_not() -> None:
