@@ -15,7 +15,7 @@ _HOMES = {
     "PlanConfig": "rayfcp.config.models",
     "load_config": "rayfcp.config",
     "plan_batch": "rayfcp.plan",
-    "plan_lengths": "rayfcp.compare.planning",
+    "plan_lengths": "rayfcp.compare.plan_lengths",
     "check_plan": "rayfcp.verify",
     "lower": "rayfcp.program",
     "lower_reshuffle": "rayfcp.program",

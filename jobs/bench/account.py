@@ -22,7 +22,7 @@ import torch
 from account_tally import Flight, Tally, tally
 
 from rayfcp import plan_lengths
-from rayfcp.compare.planning import PlannedBatch
+from rayfcp.compare.plan_lengths import PlannedBatch
 from rayfcp.config import config_of_keys
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import model_flops

@@ -18,12 +18,13 @@ from itertools import product
 from pathlib import Path
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.layouts import plan_chosen_timed
-from rayfcp.compare.lengths import Batch, batches_of, lengths_of
-from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
+from rayfcp.compare.comparison import given_layout
+from rayfcp.compare.layouts import best_setting, plan_chosen_timed
+from rayfcp.compare.lengths import Batch
+from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.compare.results import timeline_of
-from rayfcp.compare.settings import Setting, settings_of
-from rayfcp.plan import hardware_profile, model_profile, strategy_names
+from rayfcp.compare.settings import Setting
+from rayfcp.plan import strategy_names
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 from rayfcp.verify import check_plan
@@ -79,12 +80,8 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     Raises:
         InfeasiblePlanError: no strategy has a plan.
     """
-    model, hardware = model_profile(inputs.model), hardware_profile(inputs.hardware)
-    batches = batches_of(inputs, model=model)
-    settings = settings_of(
-        inputs, model=model, hardware=hardware, longest=max(lengths_of(batches)), num_stages=inputs.stages
-    )
-    setting = best_setting("auto", batches, settings=settings, options=OPTIONS)
+    candidate = given_layout(inputs, options=OPTIONS)
+    setting, batches = best_setting("auto", candidate), candidate.case.batches
     singles = {name: _single(name, batches, setting=setting) for name in strategies}
     single_s = {name: seconds for name, seconds in singles.items() if seconds}
     found = [plan_chosen_timed(batch, strategy="auto", setting=setting, options=OPTIONS) for batch in batches]

@@ -5,8 +5,8 @@
 Each batch is planned and simulated three ways: `heads`, static CP as Megatron-LM has it, where ranks exchange tokens
 for heads around recurrent layers; `scans`, static CP that passes states instead; and flex-ring, which passes states
 too. The degree of static CP is the best by prediction for each batch, recomputation and how often gradients are reduced
-for the first one. Models that do not fit the devices (`SHARED`) have a fixed number of tokens a rank in place of the
-memory model; there is no expert parallelism, so that every layer is gathered whole.
+are those that `rayfcp compare` chooses. Models that do not fit the devices (`SHARED`) have a fixed number of tokens a
+rank in place of the memory model; there is no expert parallelism, so that every layer is gathered whole.
 
     python jobs/bench/hybrids.py --latent [--models deepseek-v3] [--tokens 8192] [--degrees 2 8 32]
 
@@ -30,29 +30,36 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.layouts import Case, LayoutCandidate, ParallelLayout
-from rayfcp.compare.lengths import batches_of
-from rayfcp.compare.planning import OPTIONS, best_setting
+from rayfcp.compare.comparison import case_of
+from rayfcp.compare.layouts import LayoutCandidate, LayoutSearch, ParallelLayout
+from rayfcp.compare.planning import OPTIONS
 from rayfcp.compare.results import Entry
-from rayfcp.compare.settings import by_heads
+from rayfcp.compare.settings import Setting
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.simulate import simulate_plan
-from rayfcp.values import (
-    AttentionProfile,
-    InfeasiblePlanError,
-    ModelProfile,
-    Primitive,
-    RecurrenceProfile,
-)
+from rayfcp.values import AttentionProfile, ModelProfile, Primitive, RecurrenceProfile
 from rayfcp.values.mixers import STATE_BYTES
 
 MODELS = ("qwen3-next-80b-a3b", "nemotron-h-8b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")
 LENGTHS = ("github", "commoncrawl", "long-tail", "bimodal")
-WAYS = (("heads", "static-cp"), ("scans", "static-cp"), ("flex", "flex-ring"))
 SHARED = {"deepseek-v3": 16_384}
 """Tokens a rank of models that do not fit the devices, since each gathers all experts of a layer; all layers are
 recomputed then. Only their seconds mean something."""
+
+
+class PassingStates(LayoutCandidate):
+    """A layout on which every strategy passes the states of recurrent layers."""
+
+    def settings_for(self, strategy: str) -> tuple[Setting, ...]:  # noqa: ARG002
+        return self.settings
+
+
+WAYS = (
+    ("heads", "static-cp", LayoutCandidate),
+    ("scans", "static-cp", PassingStates),
+    ("flex", "flex-ring", LayoutCandidate),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,24 +132,13 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _entries(inputs: Inputs) -> Iterator[tuple[str, Entry | None]]:
-    model, hardware = model_profile(inputs.model), hardware_profile(inputs.hardware)
-    batches = batches_of(inputs, model=model)
-    case = Case(model=model, hardware=hardware, num_ranks=inputs.devices, batches=batches, options=OPTIONS)
-    candidate = LayoutCandidate(ParallelLayout(num_stages=1, tensor_parallel=1), inputs=inputs, case=case)
-    try:
-        settings = candidate.settings
-    except InfeasiblePlanError as error:
-        sys.stderr.write(f"{inputs.model}, {inputs.devices} devices: {error}\n")
-        yield from ((way, None) for way, _ in WAYS)
-        return
-    for way, strategy in WAYS:
-        own = tuple(map(by_heads, settings)) if way == "heads" else settings
-        try:
-            setting = best_setting(strategy, batches, settings=own)
-            yield way, candidate.simulated(strategy, setting, log=lambda _: None, check=False).entry
-        except InfeasiblePlanError as error:
-            sys.stderr.write(f"{inputs.model}, {inputs.devices} devices, {way}: {error}\n")
-            yield way, None
+    case, layout = case_of(inputs, options=OPTIONS), ParallelLayout(num_stages=1, tensor_parallel=1)
+    for way, strategy, view in WAYS:
+        candidate = view(layout, inputs=inputs, case=case)
+        (trial,) = LayoutSearch(strategy, [candidate], log=lambda _: None, check=False).run()
+        if trial.entry is None:
+            sys.stderr.write(f"{inputs.model}, {inputs.devices} devices, {way}: {trial.reason}\n")
+        yield way, trial.entry
 
 
 def expanded(model: ModelProfile) -> ModelProfile:

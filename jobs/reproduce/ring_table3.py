@@ -23,12 +23,12 @@ from typing import Any
 
 from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
-from rayfcp.compare.comparison import model_of
-from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
-from rayfcp.compare.planning import best_setting, plan_timed
+from rayfcp.compare.comparison import given_layout
+from rayfcp.compare.layouts import best_setting
+from rayfcp.compare.lengths import Batch
+from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.compare.results import timeline_of
-from rayfcp.compare.settings import Setting, settings_of
-from rayfcp.plan import hardware_profile
+from rayfcp.compare.settings import Setting
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan
 
@@ -72,18 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _errors(args: argparse.Namespace, *, model: str, source: str) -> list[dict[str, Any]]:
     """Per cent of each batch."""
     inputs = inputs_of(args, source=source, devices=args.devices, model=model)
-    profile, hardware = model_of(inputs), hardware_profile(inputs.hardware)
-    batches = draw_batches(
-        source,
-        num_batches=inputs.batches,
-        global_batch=inputs.global_batch,
-        max_seqlen=inputs.max_seqlen,
-        seed=inputs.seed,
-        model=profile,
-    )
-    settings = settings_of(inputs, model=profile, hardware=hardware, longest=max(lengths_of(batches)))
-    setting = best_setting(STRATEGY, batches, settings=settings)
-    return [{"lengths": source, **_off(batch, setting=setting)} for batch in batches]
+    candidate = given_layout(inputs, options=OPTIONS)
+    setting = best_setting(STRATEGY, candidate)
+    return [{"lengths": source, **_off(batch, setting=setting)} for batch in candidate.case.batches]
 
 
 def _off(batch: Batch, *, setting: Setting) -> dict[str, float]:

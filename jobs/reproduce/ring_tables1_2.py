@@ -21,11 +21,9 @@ from typing import Any
 
 from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
-from rayfcp.compare.comparison import model_of
-from rayfcp.compare.lengths import draw_batches, lengths_of
-from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
-from rayfcp.compare.settings import settings_of
-from rayfcp.plan import hardware_profile
+from rayfcp.compare.comparison import given_layout
+from rayfcp.compare.layouts import best_setting
+from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.program import lower
 
 STRATEGY = "flex-ring"
@@ -93,26 +91,12 @@ def _row(args: argparse.Namespace, *, source: str, size: int, devices: int) -> d
 
 
 def _timed(args: argparse.Namespace, name: str, *, source: str, size: int, devices: int) -> dict[str, float]:
-    """Medians of one planner, under the setting that suits it best on the first batch."""
+    """Medians of one planner, under the setting that suits it best."""
     inputs = inputs_of(args, source=source, devices=devices, global_batch=size)
-    model = model_of(inputs)
-    batches = draw_batches(
-        source,
-        num_batches=args.batches,
-        global_batch=size,
-        max_seqlen=args.max_seqlen,
-        seed=args.seed,
-        model=model,
-    )
-    settings = settings_of(
-        inputs,
-        model=model,
-        hardware=hardware_profile(args.hardware),
-        longest=max(lengths_of(batches)),
-    )
-    setting = best_setting(STRATEGY, batches, settings=settings, options=PLANNERS[name])
+    candidate = given_layout(inputs, options=PLANNERS[name])
+    setting = best_setting(STRATEGY, candidate)
     solver_s, schedule_s, predicted_s = [], [], []
-    for batch in batches * args.repeats:
+    for batch in candidate.case.batches * args.repeats:
         plan, plan_s = plan_timed(batch, strategy=STRATEGY, setting=setting, options=PLANNERS[name])
         start_s = time.process_time()
         lower(plan, batch, reduce_every=setting.reduce_every)

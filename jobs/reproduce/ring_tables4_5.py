@@ -27,11 +27,13 @@ import numpy as np
 from literal import literal_plan
 from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
-from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
-from rayfcp.compare.planning import best_setting, plan_timed
-from rayfcp.compare.settings import Setting, settings_of
+from rayfcp.compare.comparison import given_layout
+from rayfcp.compare.layouts import best_setting
+from rayfcp.compare.lengths import Batch
+from rayfcp.compare.planning import plan_timed
+from rayfcp.compare.settings import Setting
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import CostModel, hardware_profile, model_profile
+from rayfcp.plan import CostModel
 from rayfcp.values import BatchPlan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
@@ -74,31 +76,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for source in args.lengths:
         for devices in args.devices:
-            batches = draw_batches(
-                source,
-                num_batches=args.batches,
-                global_batch=args.global_batch,
-                max_seqlen=args.max_seqlen,
-                seed=args.seed,
-                model=model_profile(args.model),
-            )
-            setting = _setting(args, source=source, devices=devices, batches=batches)
-            rows += _rows(args, batches, source=source, setting=setting)
+            candidate = given_layout(inputs_of(args, source=source, devices=devices), options=OPTIONS["joint"])
+            setting = best_setting(STRATEGY, candidate)  # for all planners
+            rows += _rows(args, candidate.case.batches, source=source, setting=setting)
         show(f"{args.model}, {source}\n")
         show(table([row for row in rows if row["lengths"] == source], COLUMNS))
     write_json(args.json, args=args, rows=rows)
-
-
-def _setting(args: argparse.Namespace, *, source: str, devices: int, batches: Batches) -> Setting:
-    """One for all planners: the one that suits joint best in the mean."""
-    inputs = inputs_of(args, source=source, devices=devices)
-    settings = settings_of(
-        inputs,
-        model=model_profile(args.model),
-        hardware=hardware_profile(args.hardware),
-        longest=max(lengths_of(batches)),
-    )
-    return best_setting(STRATEGY, batches, settings=settings, options=OPTIONS["joint"])
 
 
 def _rows(args: argparse.Namespace, batches: Batches, *, source: str, setting: Setting) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rayfcp.compare.arguments import Inputs, chosen, missing
-from rayfcp.compare.layouts import Candidates, Case, LayoutSearch, Log, ParallelLayout, fastest
+from rayfcp.compare.layouts import Candidates, Case, LayoutCandidate, LayoutSearch, Log, ParallelLayout, fastest
 from rayfcp.compare.lengths import batches_of, lengths_of
 from rayfcp.compare.planning import options_of
 from rayfcp.compare.results import Entry, Scene, best_baseline
@@ -159,6 +159,12 @@ def case_of(inputs: Inputs, *, options: PlanConfig) -> Case:
         batches=batches_of(inputs, model=model),
         options=options,
     )
+
+
+def given_layout(inputs: Inputs, *, options: PlanConfig) -> LayoutCandidate:
+    """Return the layout that `inputs` give, with their batches."""
+    layout = ParallelLayout(num_stages=inputs.stages, tensor_parallel=inputs.tensor_parallel)
+    return LayoutCandidate(layout, inputs=inputs, case=case_of(inputs, options=options))
 
 
 def _evaluated(

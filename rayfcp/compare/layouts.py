@@ -412,6 +412,28 @@ more than 1 + `MARGIN` times the best. More costs simulations, fewer risk that a
 predictions of many small microbatches are 8 to 9 % too low."""
 
 
+def finalists(strategy: str, predictions: Sequence[tuple[float, Setting]]) -> Sequence[tuple[float, Setting]]:
+    """Return the settings of a layout that are worth a simulation, the least prediction first. A strategy that takes
+    the settings of others has one: it is slow to plan with, and `auto` simulates plans itself."""
+    count = 1 if get(strategy).settings_from else FINALISTS
+    return [each for each in predictions[:count] if each[0] <= (1 + MARGIN) * predictions[0][0]]
+
+
+def best_setting(strategy: str, candidate: LayoutCandidate) -> Setting:
+    """Return the setting that a comparison chooses on a layout: the fastest finalist in the mean of the simulated
+    batches. A single finalist is not simulated; the least prediction counts where simulating it takes too much memory.
+
+    Raises:
+        InfeasiblePlanError: Under each setting, some batch has no plan.
+    """
+    predictions = candidate.predictions(strategy, limit_s=math.inf)
+    if len(finalists(strategy, predictions)) > 1:
+        (trial,) = LayoutSearch(strategy, [candidate], log=lambda _: None, check=False).run()
+        if trial.setting is not None:
+            return trial.setting
+    return predictions[0][1]
+
+
 class LayoutSearch:
     """Trials of one strategy on several candidates, in their order; `check`: plans of first batches are validated."""
 
@@ -480,16 +502,12 @@ class LayoutSearch:
                 self._trials[candidate] = replace(done, predicted_s=predicted_s)
 
     def _refine(self) -> None:
-        """Simulate the next settings of the fastest layout. Strategies that take the settings of others are slow, and
-        `auto` simulates plans itself."""
+        """Simulate the other finalists of the fastest layout."""
         done = [(each.iteration_s, at) for at, each in self._trials.items() if each.status == "simulated"]
-        if not done or get(self._strategy).settings_from:
+        if not done:
             return
         best_s, candidate = min(done, key=lambda each: each[0])
-        (first_s, _), *others = self._predicted[candidate][:FINALISTS]
-        for predicted_s, setting in others:
-            if predicted_s > (1 + MARGIN) * first_s:
-                break
+        for predicted_s, setting in finalists(self._strategy, self._predicted[candidate])[1:]:
             try:
                 trial = self._simulated(candidate, setting)
             except InfeasiblePlanError:

@@ -1,21 +1,21 @@
-"""Planning in a comparison: timed without lower bound, and the best setting of a strategy."""
+"""Planning in a comparison: timed without lower bound, and settings in the order of their predictions."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.lengths import Batch, sequences_of_rows
-from rayfcp.compare.settings import Setting, settings_of
+from rayfcp.compare.lengths import Batch
+from rayfcp.compare.settings import Setting
 from rayfcp.config.constraints import HostConstraints
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
+from rayfcp.plan import lower_bound
 from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies.registry import get
-from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, token_counts
+from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
 """compare uses every primitive of the simulator."""
@@ -117,23 +117,6 @@ def by_prediction(
     return sorted(found)
 
 
-def best_setting(
-    strategy: str, batches: Sequence[Batch], *, settings: Sequence[Setting], options: PlanConfig = OPTIONS
-) -> Setting:
-    """Return the setting with the least mean predicted time of the batches, the first of equals.
-
-    Raises:
-        InfeasiblePlanError: Under each setting, some batch has no plan.
-    """
-
-    def predict(name: str, at: int, limit_s: float) -> float:
-        bounds_s = [0.0] * len(batches)
-        setting = settings[at]
-        return mean_prediction(name, setting, batches=batches, options=options, bounds_s=bounds_s, limit_s=limit_s)
-
-    return settings[by_prediction(strategy, bounds_s=dict.fromkeys(range(len(settings)), 0.0), predict=predict)[0][1]]
-
-
 def warm_up(strategy: str, batch: Batch, *, setting: Setting, options: PlanConfig) -> None:
     """Plan a few of the shortest sequences, so that a strategy which predictions did not plan with is compiled."""
     shortest = sorted(batch, key=lambda each: each.num_tokens)[:WARM_UP_SEQUENCES]
@@ -158,65 +141,3 @@ def bound_s(sequences: Batch, *, setting: Setting, placed_freely: bool, constrai
         placed_freely=placed_freely,
         constraints=constraints,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBatch(BatchPlan):
-    """A plan with its inputs, as `lower`, `check_plan` and `simulate` take them."""
-
-    sequences: Batch
-    cluster: ClusterSpec
-    cost: CostModel
-
-    def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.strategy}: {len(self.sequences)} sequences on {self.num_ranks} ranks in "
-            f"{len(self.microbatches)} microbatches, predicted {self.predicted_s:.4g} s, gap {self.gap:.3f}>"
-        )
-
-
-def plan_lengths(
-    lengths: Sequence[int],
-    *,
-    model: str,
-    hardware: str,
-    ranks: int,
-    stages: int = 1,
-    strategy: str = "flex-ring",
-    memory_gib: float | None = None,
-    keep_attention: bool = False,
-    options: PlanConfig = OPTIONS,
-) -> PlannedBatch:
-    """Plan one batch of causal sequences, given by their lengths, with the best setting of the strategy.
-
-    `model`, `hardware`: names of profiles or YAML paths; `memory_gib`: per device, the hardware's if absent. Each rank
-    has one device per stage. `keep_attention`: recomputed layers may keep their attention.
-
-    Raises:
-        InfeasiblePlanError: No setting has a plan for these lengths.
-        ValueError: An unknown name, or no lengths.
-    """
-    lengths = token_counts(lengths)
-    if not lengths:
-        raise ValueError("lengths has 0 entries, must have at least 1; give the tokens of each sequence")
-    profile, machine = model_profile(model), hardware_profile(hardware)
-    inputs = Inputs(
-        lengths="",
-        model=model,
-        hardware=hardware,
-        devices=ranks * stages,
-        stages=stages,
-        global_batch=len(lengths),
-        batches=1,
-        max_seqlen=max(lengths),
-        memory_gib=memory_gib,
-        keep_attention=keep_attention,
-        strategies=(strategy,),
-    )
-    settings = settings_of(inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)
-    sequences = sequences_of_rows(lengths, layer_kinds=profile.layer_kinds)
-    setting = best_setting(strategy, [sequences], settings=settings, options=options)
-    plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
-    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    values |= {"recomputed_layers": setting.recomputed_layers, "sequences": sequences}
-    return PlannedBatch(**values, cluster=setting.cluster, cost=setting.cost)

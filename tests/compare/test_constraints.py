@@ -10,7 +10,8 @@ from rayfcp.cli import main
 from rayfcp.compare.arguments import constraints_of
 from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
-from rayfcp.compare.planning import OPTIONS, plan_lengths
+from rayfcp.compare.plan_lengths import plan_lengths
+from rayfcp.compare.planning import OPTIONS
 from rayfcp.config import load_config
 from rayfcp.config.constraints import PRESETS, HostConstraints
 from rayfcp.values import InfeasiblePlanError

@@ -1,8 +1,18 @@
 """`rayfcp.plan_lengths`: a plan from lengths and two names."""
 
+import math
+from typing import Any
+
 import pytest
 
 import rayfcp
+from rayfcp.compare import layouts
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.comparison import given_layout
+from rayfcp.compare.layouts import LayoutCandidate, best_setting
+from rayfcp.compare.lengths import lengths_of
+from rayfcp.compare.planning import OPTIONS
+from rayfcp.compare.settings import Setting
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 
 
@@ -21,3 +31,49 @@ def test_what_cannot_be_planned_says_why() -> None:
         rayfcp.plan_lengths([], model="qwen3-8b", hardware="h100", ranks=8)
     with pytest.raises(ValueError, match="qwen3-8b"):
         rayfcp.plan_lengths([1000], model="qwen3-8", hardware="h100", ranks=8)
+
+
+def candidate(**changes: Any) -> LayoutCandidate:
+    given = {"model": "gpt-30b", "hardware": "h100", "devices": 16, "global_batch": 24, "batches": 1}
+    given |= {"lengths": "dist:commoncrawl", "max_seqlen": 65_536, **changes}
+    return given_layout(Inputs(**given), options=OPTIONS)
+
+
+def simulated_s(found: LayoutCandidate, setting: Setting, *, strategy: str = "flex-ring") -> float:
+    return found.simulated(strategy, setting, log=lambda _: None, check=False).iteration_s
+
+
+@pytest.mark.parametrize("favoured", range(3))
+def test_the_fastest_simulated_setting_is_taken(monkeypatch: pytest.MonkeyPatch, favoured: int) -> None:
+    """Predictions that favour another setting by less than the margin change nothing."""
+    found = candidate()
+    settings = found.settings
+    times_s = [simulated_s(found, each) for each in settings]
+    best = times_s.index(min(times_s))
+
+    def predicted(self: LayoutCandidate, strategy: str, setting: Setting, **_: Any) -> float:
+        return 0.65 if setting == settings[favoured] else 0.7
+
+    monkeypatch.setattr(LayoutCandidate, "_predict", predicted)
+    plan = rayfcp.plan_lengths(lengths_of(found.case.batches), model="gpt-30b", hardware="h100", ranks=16)
+    assert len(settings) == 3 and sorted(times_s)[1] > 1.01 * times_s[best]
+    assert plan.recomputed_layers == settings[best].recomputed_layers and plan.cost == settings[best].cost
+
+
+def test_a_comparison_takes_the_same_setting() -> None:
+    """It has the least simulated mean of several batches."""
+    found = candidate(batches=3)
+    (trial,) = layouts.LayoutSearch("static-cp", [found], log=lambda _: None, check=False).run()
+    assert trial.setting == best_setting("static-cp", found)
+    times_s = [simulated_s(found, each, strategy="static-cp") for each in found.settings_for("static-cp")]
+    assert trial.iteration_s == min(times_s)
+
+
+def test_predictions_decide_without_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of finalists that take too much memory to simulate, and of a single finalist, none is simulated."""
+    monkeypatch.setattr("rayfcp.compare.results.MOST_BYTES", -1)
+    found = candidate()
+    least = found.predictions("flex-ring", limit_s=math.inf)[0][1]
+    assert best_setting("flex-ring", found) == least
+    monkeypatch.setattr(LayoutCandidate, "simulated", None)
+    assert best_setting("flex-ring", candidate(recompute_layers=60)).recomputed_layers == 60
