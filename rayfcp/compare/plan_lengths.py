@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import given_layout
-from rayfcp.compare.layouts import best_setting
+from rayfcp.compare.layouts import best_setting, plan_chosen_timed
 from rayfcp.compare.lengths import Batch
 from rayfcp.compare.planning import OPTIONS
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import CostModel, plan_batch
+from rayfcp.plan import CostModel
 from rayfcp.values import BatchPlan, ClusterSpec, token_counts
 
 
@@ -40,7 +40,8 @@ def plan_lengths(
     keep_attention: bool = False,
     options: PlanConfig = OPTIONS,
 ) -> PlannedBatch:
-    """Plan one batch of causal sequences, given by their lengths, with the strategy's best setting (`best_setting`).
+    """Plan one batch of causal sequences, given by their lengths, with the setting and the plan of the strategy that a
+    comparison of this batch alone takes.
 
     `model`, `hardware`: names of profiles or YAML paths; `memory_gib`: per device, the hardware's if absent. Each rank
     has one device per stage. `keep_attention`: recomputed layers may keep their attention.
@@ -68,7 +69,6 @@ def plan_lengths(
     )
     candidate = given_layout(inputs, options=options)
     setting, (sequences,) = best_setting(strategy, candidate), candidate.case.batches
-    plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
+    plan, _, _ = plan_chosen_timed(sequences, strategy=strategy, setting=setting, options=options)
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    values |= {"recomputed_layers": setting.recomputed_layers, "sequences": sequences}
-    return PlannedBatch(**values, cluster=setting.cluster, cost=setting.cost)
+    return PlannedBatch(**values, sequences=sequences, cluster=setting.cluster, cost=setting.cost)
