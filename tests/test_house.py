@@ -28,7 +28,7 @@ FIXED_BY_OTHERS = {
 FIXED_BY_OTHERS |= {"get_batch_samples", "training_step", "prediction_step"}
 # Decorators of `rayfcp.cost.compiled`: numba has no keyword-only arguments. Then functions that Python calls too.
 COMPILED = {"compiled", "inner", "inner_with_arrays", "inlined"}
-COMPILED_ELSEWHERE = {"overlapped_s", "pass_s", "phase_share", "recurrent_s"}
+COMPILED_ELSEWHERE = {"head_s", "late_s", "overlapped_s", "pass_s", "phase_share", "recurrent_s"}
 
 FIXED_CONSTRUCTORS = {ROOT / "rayfcp" / "adapters" / "megatron.py"}  # Megatron-LM passes sizes by position
 

@@ -55,8 +55,9 @@ def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:
     sizes = [abs(error) for error, _ in errors]
     line = f"{label}: {len(errors)} cases, mean {100 * statistics.fmean(sizes):.2f} %, worst {100 * max(sizes):.1f} %"
     if behind:
-        late = [ratio for ratio, *_ in behind if ratio > BEHIND]
-        line += f"; behind a narrower family {len(late)} of {len(behind)}, at most {100 * (max(behind)[0] - 1):.1f} %"
+        ratios = [ratio for ratio, *_ in behind]
+        late = sum(ratio > BEHIND for ratio in ratios)
+        line += f"; behind a narrower family {late} of {len(behind)}, at most {100 * (max(ratios) - 1):.1f} %"
     sys.stdout.write(line + "\n")
     for error, case in sorted(errors, key=lambda each: -abs(each[0]))[: args.worst]:
         ranks, budget = case.cluster.num_ranks, case.cluster.max_tokens_per_rank

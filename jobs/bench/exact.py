@@ -7,6 +7,7 @@ that they take `--fill` times what all ranks hold.
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def best_of_all_s(
     """Bounds on the seconds of the best plan of ring groups, over all cuts, groupings and degrees, groups priced as if
     each that fits in a node lay in one: no plan takes less than the first, some plan takes the second.
 
+    The head must be priced as part of the layers (`within_layers`).
     A microbatch takes its slowest forward and its slowest backward, F + B, less what ranks run ahead, max(r B - g, 0),
     but no less than any group (`CostModel.makespan_s`). For any share p in (0, 1), F + B is at most x, the slowest
     group by max(forward / p, backward / (1 - p)), and equals it at p = F / (F + B); x - max(r (1 - p) x - g, 0) is
@@ -47,6 +49,11 @@ def best_of_all_s(
         lower = np.minimum(lower, _spans(_paced(forward, backward, cost=cost, shares=(start, share))))
     least_s, most_s = (float(_cut(_beside(spans, cost))[-1, 1]) for spans in (lower, upper))
     return least_s, most_s
+
+
+def within_layers(cost: CostModel) -> CostModel:
+    """Return the cost model with the head as part of the layers."""
+    return dataclasses.replace(cost, head_s_per_token=0.0, fixed_outer=0.0)
 
 
 def _paced(forward: Table, backward: Table, *, cost: CostModel, shares: tuple[float, float]) -> Table:
@@ -71,7 +78,7 @@ def _tables(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostMo
     tokens = (held @ np.array([each.num_tokens for each in sequences], np.float64))[:, None]
     pairs = (held @ np.array([each.attention_pairs for each in sequences], np.float64))[:, None]
     degrees = np.arange(1, cluster.num_ranks + 1)
-    forward, backward = cost.passes_s(pairs, tokens, degree=degrees)
+    forward, _, backward = cost.passes_s(pairs, tokens, degree=degrees)
     fits = tokens <= degrees * cluster.max_tokens_per_rank
     return np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
 
@@ -127,9 +134,8 @@ def main() -> None:
     args = _parser().parse_args()
     lengths = np.loadtxt(args.lengths, dtype=np.int64)
     model, hardware = model_profile(args.model), hardware_profile(args.hardware)
-    cost = CostModel.from_profiles(
-        model, hardware, num_ranks=args.ranks, bytes_per_element=hardware.dtype_bytes, reduce_every="step"
-    )
+    sizes = {"num_ranks": args.ranks, "bytes_per_element": hardware.dtype_bytes}
+    cost = within_layers(CostModel.from_profiles(model, hardware, reduce_every="step", **sizes))
     ratios, gaps, sure = [], [], []
     for number in range(args.batches):
         rng = np.random.default_rng([args.seed, number])

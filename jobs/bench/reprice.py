@@ -38,7 +38,7 @@ def reprice(
     for index, microbatch in enumerate(plan.microbatches):
         last = index == len(plan.microbatches) - 1
         passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost.in_step(last=last))
-        makespan_s = cost.makespan_s(*zip(*passes_s, idle_s, strict=True))
+        makespan_s = cost.makespan_s(list(zip(*passes_s, idle_s, strict=True)))
         microbatches.append(
             replace(
                 microbatch,

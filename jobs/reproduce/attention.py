@@ -249,13 +249,14 @@ def _tried(plan: BatchPlan, lengths: Lengths, *, bench: Bench) -> Trial:
     if not one_ring or float((np.minimum(tokens, bench.num_ranks) ** 2).sum()) <= MOST_PAIRS:
         return trial(plan, lengths, bench=bench)
     pairs = float((tokens * (tokens + 1) / 2).sum())
-    forward_s, backward_s = bench.setting.cost.passes_s(pairs, float(tokens.sum()), degree=bench.num_ranks)
+    passes_s = bench.setting.cost.passes_s(pairs, float(tokens.sum()), degree=bench.num_ranks)
+    layers_s, head_s, backward_s = map(float, passes_s)
     kernels_s = bench.kernels_s(lengths)
     return Trial(
         kernels_s=kernels_s,
         kernels_forward_s=kernels_s * bench.setting.cost.attention_forward,
-        iteration_s=float(forward_s + backward_s),
-        forward_s=float(forward_s),
+        iteration_s=layers_s + head_s + backward_s,
+        forward_s=layers_s + head_s,
     )
 
 

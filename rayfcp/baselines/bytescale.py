@@ -104,7 +104,7 @@ def _batch_s(drafts: Drafts, *, batch: Columns, cost: CostModel) -> float:
     counts = np.array([sum(batch.counts[at] for at in draft.members) for _, draft in flat], np.float64)
     degrees = np.array([draft.degree for _, draft in flat])
     passes_s = cost.in_step().passes_s(pairs, tokens, degree=degrees, num_sequences=counts)
-    slowest = np.zeros((2, len(drafts)))
+    slowest = np.zeros((len(passes_s), len(drafts)))
     for slowest_s, seconds in zip(slowest, passes_s, strict=True):
         np.maximum.at(slowest_s, [number for number, _ in flat], seconds)
     return cost.batch_s(slowest.sum(axis=0).tolist())

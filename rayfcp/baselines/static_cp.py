@@ -48,7 +48,7 @@ def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> f
         )
         for draft in drafts
     ]
-    return cost.makespan_s(*zip(*passes_s, strict=True))
+    return cost.makespan_s(np.transpose(passes_s))
 
 
 def of_one_degree(

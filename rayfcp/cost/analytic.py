@@ -266,10 +266,13 @@ def _shards(
     head_s = (1 + model.linear_backward) * model.head_flops_per_token / rate
     all_s = _fixed_s(model, hardware, again=again, rate=rate)
     outer_s = hardware.microbatch_overhead_s + hardware.linear_half_tokens * head_s
+    inside, across = shards_share(hardware, num_ranks=num_ranks)
     found |= {
         "head_s_per_token": head_s,
         "fixed_outer": outer_s / all_s if all_s else 0.0,
-        "shards_inside": shards_inside(hardware, num_ranks=num_ranks),
+        "shards_inside": inside,
+        "shards_across": across,
+        "before_attention": _before_attention(model),
         **most.shares(gathered=gathered, reduced=reduced),
     }
     gather_s, reduce_s = parameter_s(hardware, **sizes)
@@ -283,7 +286,8 @@ def _shards(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTraffic:
     """Seconds in which a rank of a stage gathers parameters for a forward pass and for a backward pass, and reduces
-    gradients, and the exposed part of each, before anything computes or when nothing does any more."""
+    gradients, and the exposed part of each, before anything computes or when nothing does any more. `waits_s`,
+    `reduced_waits_s`: latency of the gathers of one pass, and of the reductions, that are not exposed."""
 
     forward_s: float
     backward_s: float
@@ -291,6 +295,8 @@ class ShardTraffic:
     exposed_s: float
     backward_exposed_s: float
     reduced_exposed_s: float
+    waits_s: float
+    reduced_waits_s: float
 
     @classmethod
     def of(
@@ -322,6 +328,8 @@ class ShardTraffic:
             exposed_s=seconds([outer, layers[0]], gather_s),
             backward_exposed_s=0.0 if kept else seconds(layers[-1:], gather_s),
             reduced_exposed_s=seconds([trained_outer, trained_layers[0]], reduce_s),
+            waits_s=latency_s * sum(map(bool, layers[1:])),
+            reduced_waits_s=latency_s * sum(map(bool, trained_layers[1:])),
         )
 
     def fields(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
@@ -336,13 +344,15 @@ class ShardTraffic:
         }
 
     def shares(self, *, gathered: bool, reduced: bool) -> dict[str, float]:
-        """Fields of `CostModel`: shares of the forward pass in the traffic that is not exposed."""
+        """Fields of `CostModel`: shares of the forward pass in the traffic that is not exposed, and its latency."""
         forward_s, reduced_s = self.forward_s - self.exposed_s, self.reduced_s - self.reduced_exposed_s
         every_s = gathered * (forward_s + self.backward_s) + reduced * reduced_s
         once_s = (not gathered) * forward_s + (not reduced) * reduced_s
         return {
             "shard_forward": gathered * forward_s / every_s if every_s else 0.0,
             "reduce_forward": (not gathered) * forward_s / once_s if once_s else 0.0,
+            "shard_waits_s": gathered * 2 * self.waits_s + reduced * self.reduced_waits_s,
+            "reduce_waits_s": (not gathered) * self.waits_s + (not reduced) * self.reduced_waits_s,
         }
 
 
@@ -383,10 +393,18 @@ def parameter_s(hardware: HardwareProfile, *, num_ranks: int, bytes_per_element:
     return bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
 
 
-def shards_inside(hardware: HardwareProfile, *, num_ranks: int) -> float:
-    """Share of the time of gathers and reductions in which they fill the links inside a node: less than 1 where links
-    between nodes are the narrower ones."""
-    return min(1.0, _into_node(hardware, num_ranks=num_ranks) / hardware.intra_node_bandwidth)
+def _before_attention(model: ModelProfile) -> float:
+    """Share of the linear work of layers that attend, forward, that comes before tokens mix."""
+    layers = [each for each in model.every_layer if each.attention]
+    work = model.linear_flops_of(layers) - sum(each.token_flops for each in layers)
+    return 2 * sum(each.before_parameters for each in layers) / work if layers else 1.0
+
+
+def shards_share(hardware: HardwareProfile, *, num_ranks: int) -> tuple[float, float]:
+    """Return the shares of the time of gathers and reductions in which they fill links inside and between nodes: the
+    narrower ones all the time."""
+    ratio = _into_node(hardware, num_ranks=num_ranks) / hardware.intra_node_bandwidth
+    return min(1.0, ratio), min(1.0, 1 / ratio)
 
 
 def _into_node(hardware: HardwareProfile, *, num_ranks: int) -> float:

@@ -134,17 +134,30 @@ def _beside_shards(
         float(np.bincount(rounds.source, rounds.moved_s * (rounds.across == each), minlength=1).max())
         for each in (0, 1)
     )
-    keys = cost.ring_forward
-    outer_s = cost.fixed_outer * cost.fixed_s
+    keys, before, outer_s = cost.ring_forward, cost.before_attention, cost.fixed_outer * cost.fixed_s
+    head_s = cost.linear_forward * outer_s + cost.head_s_per_token * num_tokens
+    linear_s = cost.linear_s_per_token * num_tokens + cost.fixed_s
     sides = (
-        (keys, cost.linear_forward * outer_s + cost.head_s_per_token * num_tokens, cost.ahead, cost.beside_forward_s),
-        (1 - keys, (1 - cost.linear_forward) * outer_s, 0.0, cost.beside_backward_s),
+        (keys, cost.linear_forward, head_s, before, cost.ahead, cost.beside_forward_s, cost.waits_forward_s),
+        (
+            1 - keys,
+            1 - cost.linear_forward,
+            (1 - cost.linear_forward) * outer_s,
+            1 - before,
+            0.0,
+            cost.beside_backward_s,
+            cost.waits_backward_s,
+        ),
     )
     found = []
-    for pass_s, (moved, head_s, edge, shards_s) in zip(usual_s, sides, strict=True):
-        moved_s = max(moved * across, moved * inside - (1 - cost.shards_inside) * shards_s, 0.0)
-        layers_s = pass_s - head_s
-        found.append(head_s + max(layers_s, shards_s + moved_s + edge * min(layers_s, shards_s)))
+    for pass_s, (moved, linear, own_s, before_share, edge, shards_s, waits_s) in zip(usual_s, sides, strict=True):
+        busy_s, computed_s = max(shards_s - waits_s, 0.0), before_share * (linear * linear_s - own_s)
+        put_off_s = 0.0
+        for moved_s, shared in ((moved * inside, cost.shards_inside), (moved * across, 1.0)):
+            late_s = min(moved_s, max(shared * busy_s - computed_s, 0.0))
+            put_off_s = max(put_off_s, late_s - (1 - shared) * busy_s)
+        layers_s = pass_s - own_s
+        found.append(own_s + max(layers_s, shards_s + put_off_s + edge * min(layers_s, shards_s)))
     return found[0], found[1]
 
 

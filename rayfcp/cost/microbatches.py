@@ -245,7 +245,7 @@ def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Bools, reduc
     again = pipeline.gather_every == "microbatch"
     gathered, reduced = gathered | again, reduced | (pipeline.reduce_every == "microbatch")
     columns = np.array([dataclasses.astuple(each) for each in pipeline.traffic]).T[:, :, None]
-    gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s = columns
+    gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s, *_ = columns
     return times._replace(
         forward_s=overlapped_s(times.forward_s, gathered * gather_s, gathered * shown_s, cost.overlap),
         backward_s=overlapped_s(
@@ -335,7 +335,7 @@ def _of_groups(
     crosses = np.array([len({nodes[rank] for rank in group.ranks}) > 1 for group in groups])
     speeds = group_speeds([group.ranks for group in groups], cluster=cluster)
     by_heads = np.array([group.primitive is Primitive.ULYSSES and group.degree > 1 for group in groups])
-    passes_s = np.empty((2, len(groups)))
+    passes_s = np.empty((3, len(groups)))
     for primitive, at in ((Primitive.RING, ~by_heads), (Primitive.ULYSSES, by_heads)):
         if at.any():
             passes_s[:, at] = cost.passes_s(
@@ -350,7 +350,7 @@ def _of_groups(
     held = np.ceil(tokens / degrees)
     shared = np.where(by_heads, np.maximum(1 / degrees, 1 / cost.num_kv_heads), 1 / degrees)
     attended = np.maximum(np.ceil(tokens * shared), held)
-    return _Loads(passes_s[0], passes_s[1], held, attended, attended, speeds, by_heads.astype(np.float64))
+    return _Loads(passes_s[:2].sum(axis=0), passes_s[2], held, attended, attended, speeds, by_heads.astype(np.float64))
 
 
 def _of_layouts(

@@ -15,12 +15,12 @@ from pydantic_core import to_jsonable_python
 
 from rayfcp.cost.analytic import EXPANSION_BACKWARD, coefficients
 from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
-from rayfcp.cost.kernels.group_time import Terms, overlapped_s
+from rayfcp.cost.kernels.group_time import Terms, head_s, overlapped_s
 from rayfcp.cost.memory import kv_growth
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.scans import HeadsCost, ScanCost
 from rayfcp.cost.stages import check_layers, split_layers
-from rayfcp.cost.terms import beside_shards, ring_terms, ulysses_terms
+from rayfcp.cost.terms import beside_shards, ring_terms, ulysses_terms, with_head
 from rayfcp.values import ClusterSpec, HardwareProfile, LayerKinds, ModelProfile, Primitive
 from rayfcp.values.arrays import Floats
 
@@ -69,9 +69,12 @@ class CostModel:
 
     Of the traffic that is not exposed, the shares `shard_forward` and `reduce_forward` go beside the forward pass (both
     0: not known). `head_s_per_token` of `linear_s_per_token` and the share `fixed_outer` of `fixed_s` hide no traffic:
-    the head, and what a microbatch takes before it gathers. While shards pass, they fill the links inside a node for
-    the share `shards_inside` of the time. `beside_forward_s`, `beside_backward_s`: traffic that groups share links
-    with, which only models of `in_step` have.
+    the head, and what a microbatch takes before it gathers. Of that traffic, `shard_waits_s` and `reduce_waits_s` are
+    latency of collectives, in which links are idle. While shards pass, they fill the links inside a node for the share
+    `shards_inside` of the time, those between nodes for `shards_across`. `before_attention`: share of a layer's linear
+    work that comes before its messages in forward, and after them in backward. `beside_forward_s`, `beside_backward_s`,
+    and `waits_forward_s`, `waits_backward_s` of these: traffic that groups share links with, which only models of
+    `in_step` have.
 
     Memory: a rank of a group that shares out heads over a times as many ranks as there are key and value heads holds a
     times the keys and values. Each token then takes 1 + (a - 1) x `kv_growth` of the memory of a token (`room`). 0 with
@@ -121,8 +124,14 @@ class CostModel:
     head_s_per_token: float = 0.0
     fixed_outer: float = 0.0
     shards_inside: float = 1.0
+    shards_across: float = 1.0
+    shard_waits_s: float = 0.0
+    reduce_waits_s: float = 0.0
+    before_attention: float = 1.0
     beside_forward_s: float = 0.0
     beside_backward_s: float = 0.0
+    waits_forward_s: float = 0.0
+    waits_backward_s: float = 0.0
     pipeline: PipelineCost | None = None
     expansion_s_per_token: float = 0.0
     layer_kinds: LayerKinds = ()
@@ -243,8 +252,10 @@ class CostModel:
             shard_forward=linear if self.shard_forward else 0.0,
             reduce_forward=0.0,
             shard_s=GATHERED_FORWARD * self.shard_s,
+            shard_waits_s=GATHERED_FORWARD * self.shard_waits_s,
             reduce_s=0.0,
             reduce_exposed_s=0.0,
+            reduce_waits_s=0.0,
         )
         encoder = None if self.encoder is None else self.encoder.forward_only()
         scan = None if self.scan is None else self.scan.forward_only()
@@ -261,11 +272,17 @@ class CostModel:
         """
         if self.pipeline or self.scan or not self.shard_forward + self.reduce_forward:
             return self
-        every_s = max(self.shard_s - self.exposed_s, 0.0)
-        once_s = max(self.reduce_s - self.reduce_exposed_s, 0.0) if last else 0.0
-        forward_s = self.shard_forward * every_s + self.reduce_forward * once_s
+        every = np.array((max(self.shard_s - self.exposed_s, 0.0), self.shard_waits_s))
+        once = last * np.array((max(self.reduce_s - self.reduce_exposed_s, 0.0), self.reduce_waits_s))
+        forward = self.shard_forward * every + self.reduce_forward * once
+        backward = np.maximum(every + once - forward, 0.0)
+        (forward_s, waits_forward_s), (backward_s, waits_backward_s) = forward.tolist(), backward.tolist()
         return dataclasses.replace(
-            self, beside_forward_s=forward_s, beside_backward_s=max(every_s + once_s - forward_s, 0.0)
+            self,
+            beside_forward_s=forward_s,
+            beside_backward_s=backward_s,
+            waits_forward_s=waits_forward_s,
+            waits_backward_s=waits_backward_s,
         )
 
     def compute_s(self, pairs: Amount, num_tokens: Amount) -> Amount:
@@ -293,7 +310,7 @@ class CostModel:
         spans nodes (absent: where its degree is above `ranks_per_node`). `speed`: of its slowest rank, for which the
         others wait (`ClusterSpec.speed_of_rank`).
         """
-        forward_s, backward_s = self.passes_s(
+        passes_s = self.passes_s(
             pairs,
             num_tokens,
             degree=degree,
@@ -302,7 +319,7 @@ class CostModel:
             speed=speed,
             num_sequences=num_sequences,
         )
-        return np.asarray(forward_s + backward_s)
+        return np.asarray(sum(passes_s))
 
     def passes_s(
         self,
@@ -315,14 +332,16 @@ class CostModel:
         speed: npt.ArrayLike = 1.0,
         num_sequences: npt.ArrayLike = 1,
         moved_tokens: npt.ArrayLike | None = None,
-    ) -> tuple[Floats, Floats]:
-        """Seconds of a group's forward and of its backward; their sum is `group_s`. `moved_tokens`: tokens whose
-        messages take as long alone as those of the group take beside others (absent: all of its tokens)."""
-        forward, backward = (
-            each.seconds(pairs, num_tokens, num_sequences=num_sequences, moved_tokens=moved_tokens)
-            for each in self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
+    ) -> tuple[Floats, Floats, Floats]:
+        """Seconds of a group's layers forward, of its head, and of its backward; their sum is `group_s`.
+        `moved_tokens`: tokens whose messages take as long alone as those of the group take beside others (absent: all
+        of its tokens)."""
+        passes = self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
+        forward_s, backward_s = (
+            each.seconds(pairs, num_tokens, num_sequences=num_sequences, moved_tokens=moved_tokens) for each in passes
         )
-        return forward, backward
+        outer_s = np.broadcast_to(head_s(passes[0], np.asarray(num_tokens, np.float64)), forward_s.shape)
+        return forward_s - outer_s, outer_s, backward_s
 
     def kv_share(self, heads: int) -> float:
         """Share of a token's keys and values on each of `heads` ranks that share out heads; beyond the number of
@@ -357,12 +376,13 @@ class CostModel:
         ranks = np.asarray(degree, np.float64)
         across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
         terms_of = ulysses_terms if primitive is Primitive.ULYSSES else ring_terms
-        forward, backward = terms_of(self, ranks, crosses=across)
+        passes = with_head(self, terms_of(self, ranks, crosses=across), ranks=ranks)
         if self.beside_forward_s or self.beside_backward_s:
-            forward, backward = beside_shards(self, (forward, backward), ranks=ranks, crosses=across)
+            by_heads = primitive is Primitive.ULYSSES
+            passes = beside_shards(self, passes, ranks=ranks, crosses=across, by_heads=by_heads)
         if isinstance(speed, float) and speed == 1.0:
-            return forward, backward
-        return forward.at_speed(speed), backward.at_speed(speed)
+            return passes
+        return passes[0].at_speed(speed), passes[1].at_speed(speed)
 
     def microbatch_s(self, makespan_s: float, *, last: bool) -> float:
         """Seconds of a microbatch whose groups take `makespan_s` together: traffic of shards hides behind that, layer
@@ -371,18 +391,22 @@ class CostModel:
         traffic_s = self.shard_s + (self.reduce_s if last else 0.0)
         return float(overlapped_s(makespan_s, traffic_s, exposed_s, self.overlap))
 
-    def makespan_s(self, forward_s: npt.ArrayLike, backward_s: npt.ArrayLike) -> float:
-        """Seconds of a microbatch of groups with these forward and backward passes: the slowest forward and the slowest
-        backward, less what ranks run ahead, but no less than any group takes.
+    def makespan_s(self, passes_s: npt.ArrayLike, *, filled_s: float = 0.0) -> float:
+        """Seconds of a microbatch of groups with these `[pass, group]` (`CostModel.passes_s`): the slowest layers
+        forward, the slowest head and the slowest backward, less what ranks run ahead, but no less than any group takes,
+        nor than the head and `filled_s`, in which messages and shards fill an uplink (`rayfcp.cost.uplinks`).
 
+        Ranks wait for each other in each layer of either pass, and so between layers and head.
         A rank may begin a layer of backward when all have begun the layer before, have brought home its gradients, and
         have gathered its parameters since. So a rank that is slow in backward may be ahead of the last one to begin by
         a layer of its own less these collectives. In forward, layers differ less between groups, and all ranks are
         taken to be equally far.
         """
-        forward, backward = np.asarray(forward_s, np.float64), np.asarray(backward_s, np.float64)
-        ahead_s = max(self.ahead * float(backward.max()) - self.ahead_s, 0.0)
-        return max(float((forward + backward).max()), float(forward.max() + backward.max()) - ahead_s)
+        passes = np.asarray(passes_s, np.float64)
+        slowest_s = passes.max(axis=1)
+        ahead_s = max(self.ahead * float(slowest_s[-1]) - self.ahead_s, 0.0)
+        filled_s += float(slowest_s[1]) if filled_s else 0.0
+        return max(float(passes.sum(axis=0).max()), float(slowest_s.sum()) - ahead_s, filled_s)
 
     def batch_s(self, makespans_s: list[float]) -> float:
         """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""
@@ -402,9 +426,11 @@ def group_speeds(groups: Iterable[Sequence[int]], *, cluster: ClusterSpec) -> Fl
 
 
 def idle_passes_s(cost: CostModel, *, cluster: ClusterSpec) -> Floats:
-    """Forward and backward seconds of the slowest rank in a microbatch without tokens."""
-    slowest = float(speeds_of(cluster).min())
-    return np.array([max(float(terms.fixed_s) / slowest, float(terms.host_s)) for terms in cost.terms(1.0)])
+    """Seconds of the slowest rank in a microbatch without tokens, as of `CostModel.passes_s`."""
+    forward, backward = cost.terms(1.0, speed=float(speeds_of(cluster).min()))
+    outer_s = float(forward.head_s)
+    forward_s, backward_s = (max(float(each.fixed_s), float(each.host_s)) for each in (forward, backward))
+    return np.array([forward_s - outer_s, outer_s, backward_s])
 
 
 def slowed(cost: CostModel, *, speed: float) -> CostModel:

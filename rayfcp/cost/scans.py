@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.analytic import LINEAR_BACKWARD, flops_per_s, inter_bandwidth
+from rayfcp.cost.analytic import flops_per_s, inter_bandwidth
 from rayfcp.values import HardwareProfile, ModelProfile, RecurrenceProfile
 from rayfcp.values.arrays import Floats
 from rayfcp.values.mixers import STATE_BYTES
@@ -29,21 +29,15 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnlikeLayers:
-    """Layers that do not attend are the share `apart` of all, by parameters; the head takes `head_s_per_token`, forward
-    and backward together."""
+    """Layers that do not attend are the share `apart` of all, by parameters."""
 
     apart: float
-    head_s_per_token: float
 
-    @staticmethod
-    def fields_of(model: ModelProfile, hardware: HardwareProfile, *, bytes_per_element: int) -> dict[str, float]:
-        """Both, by name."""
-        sizes = [(model.parameters_of([each]), each.attention is None) for each in model.every_layer]
-        head_flops = model.head_flops_per_token * (1 + model.linear_backward)
-        return {
-            "apart": sum(size for size, is_apart in sizes if is_apart) / sum(size for size, _ in sizes),
-            "head_s_per_token": head_flops / flops_per_s(hardware, bytes_per_element=bytes_per_element)[1],
-        }
+
+def share_apart(model: ModelProfile) -> float:
+    """Share of the parameters of layers that is in those that do not attend."""
+    sizes = [(model.parameters_of([each]), each.attention is None) for each in model.every_layer]
+    return sum(size for size, is_apart in sizes if is_apart) / sum(size for size, _ in sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +76,7 @@ class ScanCost(UnlikeLayers):
         _, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         recurrent = [each for each in mixers if isinstance(each, RecurrenceProfile)]
         return cls(
-            **cls.fields_of(model, hardware, bytes_per_element=bytes_per_element),
+            apart=share_apart(model),
             num_heads=min((max(each.num_heads, 1) for each in recurrent), default=1),
             transition_bytes=float(STATE_BYTES * transitions),
             state_bytes=float(STATE_BYTES * states),
@@ -121,7 +115,7 @@ class ScanCost(UnlikeLayers):
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
         forward = self.transition_bytes + 2 * self.state_bytes + self.halo_bytes
         share = self.share * forward / (2 * forward - self.transition_bytes or 1)
-        return dataclasses.replace(self, share=share, head_s_per_token=self.head_s_per_token / (1 + LINEAR_BACKWARD))
+        return dataclasses.replace(self, share=share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +150,7 @@ class HeadsCost(UnlikeLayers):
             return None
         keys = sum(each.key_elements for each in mixers)
         return cls(
-            **cls.fields_of(model, hardware, bytes_per_element=bytes_per_element),
+            apart=share_apart(model),
             num_heads=math.gcd(*(each.num_heads for each in mixers)),
             num_key_heads=min(each.num_key_heads for each in mixers),
             split_bytes=float(bytes_per_element * (sum(sum(each.exchanged_by_heads(1)) for each in mixers) - keys)),
@@ -181,5 +175,4 @@ class HeadsCost(UnlikeLayers):
     def forward_only(self) -> "HeadsCost":
         """Of passes without a backward pass, whose forward and backward seconds together are those of forward."""
         halved = {name: getattr(self, name) / 2 for name in ("split_bytes", "key_bytes", "latency_s")}
-        head_s = self.head_s_per_token / (1 + LINEAR_BACKWARD)
-        return dataclasses.replace(self, **halved, repeated=0.0, head_s_per_token=head_s)
+        return dataclasses.replace(self, **halved, repeated=0.0)

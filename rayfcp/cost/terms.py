@@ -59,7 +59,7 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
     )
     passes = _with_host(cost, passes, rounds=ranks - 1)
     scans = scans_of(cost, ranks, parts=RING_PARTS, crosses=crosses)
-    return _with_states(cost, passes, scans, ranks=ranks) if scans else passes
+    return _with_states(cost, passes, scans, ranks=ranks, crosses=crosses, by_heads=False) if scans else passes
 
 
 def _with_host(cost: "CostModel", passes: tuple[Terms, Terms], *, rounds: Floats) -> tuple[Terms, Terms]:
@@ -82,14 +82,22 @@ def scans_of(cost: "CostModel", ranks: Floats, *, parts: float, crosses: Bools) 
 
 
 def _with_states(
-    cost: "CostModel", passes: tuple[Terms, Terms], scans: tuple[Moved, Moved], *, ranks: Floats
+    cost: "CostModel",
+    passes: tuple[Terms, Terms],
+    scans: tuple[Moved, Moved],
+    *,
+    ranks: Floats,
+    crosses: Bools,
+    by_heads: bool,
 ) -> tuple[Terms, Terms]:
     """Forward and backward with recurrent layers, which wait for their shards apart from layers that attend. Of the
-    traffic of shards each pass has its share of computation, and forward all of the head, as `linear_forward` has it.
+    traffic of shards each pass has its share of computation.
     """
     assert cost.scan is not None, "there are recurrent layers"
     shards_s = 0.0 if cost.pipeline else max(cost.shard_s - cost.exposed_s, 0.0)
     shares = cost.linear_forward, 1 - cost.linear_forward
+    befores = cost.before_attention, 1 - cost.before_attention
+    shared = _shared(cost, crosses=crosses, by_heads=by_heads)
     forward, backward = (
         terms._replace(
             linear_s_per_token=terms.linear_s_per_token + scan.computed_s_per_token,
@@ -97,35 +105,71 @@ def _with_states(
             states_s_per_sequence=scan.s_per_sequence,
             states_s_per_token=scan.s_per_token,
             states_s=np.nan_to_num(scan.s, posinf=0.0),
-            head_s_per_token=head * cost.scan.head_s_per_token / ranks,
             apart=np.full_like(ranks, cost.scan.apart),
             shards_s=np.full_like(ranks, share * shards_s),
+            shared_s=shared * (1 - cost.scan.apart) * share * shards_s,
+            spare_s=(1 - shared) * (1 - cost.scan.apart) * share * shards_s,
+            before=np.full_like(ranks, before),
+            behind=np.full_like(ranks, by_heads / EXCHANGES),
         )
-        for terms, scan, share, head in zip(passes, scans, shares, (1, 0), strict=True)
+        for terms, scan, share, before in zip(passes, scans, shares, befores, strict=True)
+    )
+    return forward, backward
+
+
+def with_head(cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats) -> tuple[Terms, Terms]:
+    """Return forward, with the head in it, and backward with their parts that hide no shards."""
+    shares = (cost.linear_forward, 1.0), (1 - cost.linear_forward, 0.0)
+    forward, backward = (
+        terms._replace(
+            head_s_per_token=head * cost.head_s_per_token / ranks,
+            head_s=np.full_like(ranks, share * cost.fixed_outer * cost.fixed_s),
+        )
+        for terms, (share, head) in zip(passes, shares, strict=True)
     )
     return forward, backward
 
 
 def beside_shards(
-    cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats, crosses: Bools
+    cost: "CostModel", passes: tuple[Terms, Terms], *, ranks: Floats, crosses: Bools, by_heads: bool
 ) -> tuple[Terms, Terms]:
-    """Forward and backward of groups whose messages use links that carry shards: without the head, which hides neither,
-    a pass takes at least both, one after the other. Messages inside a node have its links to themselves while shards
-    wait for links between nodes. Nothing is gathered beside the last layer of forward."""
-    head_s_per_token = cost.head_s_per_token / ranks
-    free = np.where(crosses, 0.0, 1 - cost.shards_inside)
-    sides = (cost.beside_forward_s, cost.linear_forward, 1.0), (cost.beside_backward_s, 1 - cost.linear_forward, 0.0)
-    forward, backward = (
-        terms._replace(
-            shards_s=np.full_like(ranks, shards_s),
-            free_s=free * shards_s,
-            edge=np.full_like(ranks, head * cost.ahead),
-            head_s_per_token=head * head_s_per_token,
-            head_s=np.full_like(ranks, share * cost.fixed_outer * cost.fixed_s),
-        )
-        for terms, (shards_s, share, head) in zip(passes, sides, strict=True)
+    """Return forward and backward of groups whose messages use links that carry shards.
+
+    A pass takes at least both, one after the other. Messages have the links to themselves while a collective only
+    waits, those inside a node also while shards wait for links between nodes; else both take longer. Nothing is
+    gathered beside the last layer of forward.
+    """
+    sides = (
+        (cost.beside_forward_s, cost.waits_forward_s, cost.ahead, cost.before_attention),
+        (cost.beside_backward_s, cost.waits_backward_s, 0.0, 1 - cost.before_attention),
     )
-    return forward, backward
+    shared, found = _shared(cost, crosses=crosses, by_heads=by_heads), []
+    for terms, (shards_s, waits_s, edge, before) in zip(passes, sides, strict=True):
+        busy_s = max(shards_s - waits_s, 0.0)
+        shared_s = shared * busy_s
+        found.append(
+            terms._replace(
+                shards_s=np.full_like(ranks, shards_s),
+                shared_s=shared_s,
+                spare_s=busy_s - shared_s,
+                edge=np.full_like(ranks, edge),
+                before=np.full_like(ranks, before),
+                behind=np.full_like(ranks, by_heads / EXCHANGES),
+            )
+        )
+    return found[0], found[1]
+
+
+def _shared(cost: "CostModel", *, crosses: Bools, by_heads: bool) -> Floats:
+    """Share of the time of shards in which they use links that messages wait for. A message between nodes also passes
+    links inside, which it needs for less of its time."""
+    intra_s, inter_s = (
+        (cost.ulysses_intra_s_per_token, cost.ulysses_inter_s_per_token)
+        if by_heads
+        else (cost.ring_intra_s_per_token, cost.ring_inter_s_per_token)
+    )
+    across = max(cost.shards_across, cost.shards_inside * intra_s / inter_s if inter_s else 1.0)
+    return np.where(crosses, min(across, 1.0), cost.shards_inside)
 
 
 def _inside(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> Floats:
@@ -188,7 +232,7 @@ def ulysses_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[
         return forward, backward
     none = np.zeros_like(ranks)
     first, second = (each._replace(s=each.s + each.s_per_sequence, s_per_sequence=none) for each in scans)
-    return _with_states(cost, (forward, backward), (first, second), ranks=ranks)
+    return _with_states(cost, (forward, backward), (first, second), ranks=ranks, crosses=crosses, by_heads=True)
 
 
 def _computed(cost: "CostModel", ranks: Floats, *, attention: float, linear: float, half: Floats) -> Terms:

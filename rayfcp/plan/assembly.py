@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rayfcp.config.constraints import HostConstraints, Placement
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import fastest_first, place_groups, ranks_of_nodes
-from rayfcp.cost.uplinks import queued_tokens
+from rayfcp.cost.uplinks import filled_s, queued_tokens
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
 
@@ -181,12 +181,13 @@ def _priced(
     if in_step is not cost:
         beside = [loads.named_s(ranks, cluster=cluster, cost=in_step, nodes=nodes) for ranks in ways]
 
-    def makespan_s(passes_s: Floats, numbers: Sequence[int]) -> float:
-        return cost.makespan_s(*np.column_stack((passes_s[:, list(numbers)], idle_s)))
+    def makespan_s(way: int, passes_s: Floats, numbers: Sequence[int], *, last: bool) -> float:
+        filled_s = loads.filled_s(ways[way], numbers, cost=cost.in_step(last=last), nodes=nodes)
+        return cost.makespan_s(np.column_stack((passes_s[:, list(numbers)], idle_s)), filled_s=filled_s)
 
     timed = []
     for numbers in ordered:
-        seconds = [makespan_s(passes_s, numbers) for passes_s in beside]
+        seconds = [makespan_s(way, passes_s, numbers, last=len(ordered) == 1) for way, passes_s in enumerate(beside)]
         best = seconds.index(min(seconds))
         first = loads.drafts[numbers[0]].members
         timed.append((seconds[best], tuple(ids[at] for at in first), numbers, best))
@@ -196,7 +197,7 @@ def _priced(
         last, span_s = index == len(timed) - 1, least_s
         if last and index:
             in_last = loads.named_s(ways[best], cluster=cluster, cost=cost.in_step(last=True), nodes=nodes)
-            span_s = makespan_s(in_last, numbers)
+            span_s = makespan_s(best, in_last, numbers, last=True)
         drafts = [(ways[best][number], loads.drafts[number]) for number in numbers]
         groups = tuple(_group(*each, ids=ids) for each in drafts)
         group_s = tuple(alone[best][:, list(numbers)].sum(axis=0).tolist())
@@ -253,7 +254,7 @@ class _Loads:
     def named_s(
         self, ranks: Sequence[tuple[int, ...]], *, cluster: ClusterSpec, cost: CostModel, nodes: Sequence[Sequence[int]]
     ) -> Floats:
-        """[2, drafts]: forward and backward on these ranks, beside the other groups of the microbatch."""
+        """[pass, draft]: `CostModel.passes_s` on these ranks, beside the other groups of the microbatch."""
         node_of_rank = _node_of_rank(nodes)
         torn = np.array([len({node_of_rank[rank] for rank in held}) > 1 for held in ranks])
         moved = self.tokens.copy()
@@ -270,10 +271,27 @@ class _Loads:
                 )
         return self._passes_s(cost, crosses=torn, speeds=group_speeds(ranks, cluster=cluster), moved=moved)
 
+    def filled_s(
+        self,
+        ranks: Sequence[tuple[int, ...]],
+        numbers: Sequence[int],
+        *,
+        cost: CostModel,
+        nodes: Sequence[Sequence[int]],
+    ) -> float:
+        """Seconds in which the busiest uplink is filled while these drafts, a microbatch, are on these ranks."""
+        return filled_s(
+            cost,
+            self.tokens[list(numbers)],
+            ranks=[ranks[number] for number in numbers],
+            primitives=[self.drafts[number].primitive for number in numbers],
+            nodes=_node_of_rank(nodes),
+        )
+
     def _passes_s(
         self, cost: CostModel, *, crosses: npt.NDArray[np.bool_], speeds: Floats, moved: Floats | None = None
     ) -> Floats:
-        seconds: Floats = np.zeros((2, len(self.drafts)))
+        seconds: Floats = np.zeros((3, len(self.drafts)))
         primitives = [draft.primitive for draft in self.drafts]
         for primitive in sorted(set(primitives)):
             at = np.array([each is primitive for each in primitives])

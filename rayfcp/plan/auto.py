@@ -9,6 +9,7 @@ degrees or blocks, which `flex-ring` and `flex-block` search too.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from rayfcp.cost.bound import check_longest, lower_bound
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import node_of_ranks
-from rayfcp.cost.uplinks import queued_tokens
+from rayfcp.cost.uplinks import filled_s, queued_tokens
 from rayfcp.plan.constraints import is_constrained
 from rayfcp.plan.moves import with_share
 from rayfcp.plan.strategies.registry import AUTO, Proposal, StrategyInfo, strategies
@@ -122,8 +123,9 @@ def _mixed(
     by_id, idle_s = {each.id: each for each in sequences}, idle_passes_s(cost, cluster=cluster).tolist()
 
     def makespan_s(microbatch: MicrobatchPlan, *, last: bool = False) -> float:
-        passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost.in_step(last=last))
-        return cost.makespan_s(*zip(*passes_s, idle_s, strict=True))
+        given: dict[str, Any] = {"by_id": by_id, "cluster": cluster, "cost": cost.in_step(last=last)}
+        passes_s = np.transpose([*group_passes(microbatch, **given), idle_s])
+        return cost.makespan_s(passes_s, filled_s=uplink_s(microbatch, **given))
 
     def seconds(microbatches: Sequence[MicrobatchPlan]) -> float:
         return sum(cost.microbatch_s(makespan_s(each), last=False) + each.encoder_s for each in microbatches)
@@ -160,11 +162,12 @@ def _with_images(
 
 def group_passes(
     microbatch: MicrobatchPlan, *, by_id: dict[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
-) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of each group where it lies; a layout of its own has one value for all."""
+) -> list[tuple[float, ...]]:
+    """Seconds of the passes of each group where it lies (`CostModel.passes_s`); a layout of its own has one value for
+    all, with the head in its layers."""
     if microbatch.layout is not None:
-        passes_s = layout_passes(microbatch.layout, by_id=by_id, cluster=cluster, cost=cost)
-        return [passes_s] * len(microbatch.groups)
+        forward_s, backward_s = layout_passes(microbatch.layout, by_id=by_id, cluster=cluster, cost=cost)
+        return [(forward_s, 0.0, backward_s)] * len(microbatch.groups)
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     ranks = [group.ranks for group in microbatch.groups]
     speeds = group_speeds(ranks, cluster=cluster).tolist()
@@ -184,7 +187,22 @@ def group_passes(
         )
         for group, speed, own, queued in zip(microbatch.groups, speeds, tokens.tolist(), moved.tolist(), strict=True)
     )
-    return [(float(forward_s), float(backward_s)) for forward_s, backward_s in priced]
+    return [tuple(map(float, passes_s)) for passes_s in priced]
+
+
+def uplink_s(
+    microbatch: MicrobatchPlan, *, by_id: dict[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
+) -> float:
+    """Seconds in which groups fill the busiest uplink (`filled_s`); 0 for a layout of its own, whose rounds queue."""
+    if microbatch.layout is not None or not cost.uplink_ranks:
+        return 0.0
+    return filled_s(
+        cost,
+        np.array([sum(by_id[each].num_tokens for each in group.sequences) for group in microbatch.groups], float),
+        ranks=[group.ranks for group in microbatch.groups],
+        primitives=[group.primitive for group in microbatch.groups],
+        nodes=node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node),
+    )
 
 
 def propose(

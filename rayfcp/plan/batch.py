@@ -9,7 +9,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.bound import check_ids, check_longest, lower_bound
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import beside_shards, columns_of
-from rayfcp.plan.auto import ranked
+from rayfcp.plan.auto import ranked, uplink_s
 from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies.registry import AUTO, Proposal, get, slices
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
@@ -76,12 +76,18 @@ def plan_candidates(
 def _narrower(
     own: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Iterator[BatchPlan]:
-    """Yield the other plans of strategies that the one of `own` contains, if shards may take longer than computation:
-    messages of unlike groups then delay different gathers, which predictions up to 5 % too low leave out."""
+    """Yield the other plans of strategies that the one of `own` contains, where predictions cannot tell them apart.
+
+    That is where shards may take longer than computation, since each gather waits for the rank that is latest just
+    then, and where groups queue for an uplink, since they do not stay in step.
+    """
     contained = get(own.strategy).contains
     given: dict[str, Any] = {"cluster": cluster, "cost": cost}
-    batch = columns_of(sequences, cost=cost) if contained else None
-    if batch is None or beside_shards(batch, constraints=options.constraints, **given) is cost:
+    if not contained:
+        return
+    batch, by_id = columns_of(sequences, cost=cost), {each.id: each for each in sequences}
+    waits = beside_shards(batch, constraints=options.constraints, **given) is not cost
+    if not (waits or any(uplink_s(each, by_id=by_id, **given) for each in own.microbatches)):
         return
     seen = {own.microbatches}
     for name in contained:

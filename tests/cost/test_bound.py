@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def best_makespan(
                         cost.passes_s(*load, degree=d, primitive=each)
                         for load, d, each in zip(loads, degrees, used, strict=True)
                     ]
-                    best = min(best, cost.makespan_s(*zip(*passes, strict=True)))
+                    best = min(best, cost.makespan_s(np.transpose(passes)))
     return best
 
 

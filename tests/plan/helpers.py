@@ -30,9 +30,9 @@ RUN_AHEAD = UNIT.with_coefficients(
 
 RECURRENT = replace(
     UNIT,
+    head_s_per_token=1e-3,
     scan=ScanCost(
         apart=0.6,
-        head_s_per_token=1e-3,
         num_heads=3,
         transition_bytes=2.0,
         state_bytes=1.0,

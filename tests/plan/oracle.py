@@ -68,7 +68,7 @@ class _BruteForce:
         self._idle_s = idle_passes_s(case.cost, cluster=case.cluster).tolist()
         self._costs = case.cost.in_step(), case.cost.in_step(last=True)
         self._places = list(self._all_places())
-        self._priced: dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[tuple[float, float]]] = {}
+        self._priced: dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[tuple[float, ...]]] = {}
         self._spans: dict[tuple[tuple[int, ...], bool], float] = {}
         self._last = False
 
@@ -115,15 +115,14 @@ class _BruteForce:
         return self._spans[key]
 
     def _placed_s(
-        self, groups: list[tuple[int, ...]], taken: tuple[int, ...], passes: list[tuple[float, float]]
+        self, groups: list[tuple[int, ...]], taken: tuple[int, ...], passes: list[tuple[float, ...]]
     ) -> float:
         """Least makespan over all ways to place these groups beside those that have the ranks `taken`."""
         case = self._case
         if not groups:
             if case.constraints.all_ranks and len(taken) < case.cluster.num_ranks:
                 return math.inf
-            forward, backward = zip(*passes, self._idle_s, strict=True)
-            return float(case.cost.makespan_s(forward, backward))
+            return float(case.cost.makespan_s(list(zip(*passes, self._idle_s, strict=True))))
         free = (ranks for ranks in self._places if not set(ranks) & set(taken))
         return min(
             (
@@ -134,20 +133,20 @@ class _BruteForce:
             default=math.inf,
         )
 
-    def _passes(self, members: tuple[int, ...], ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-        """Forward and backward seconds with each primitive that holds the group."""
+    def _passes(self, members: tuple[int, ...], ranks: tuple[int, ...]) -> list[tuple[float, ...]]:
+        """Seconds of the passes with each primitive that holds the group."""
         key = members, ranks, self._last
         if key not in self._priced:
             self._priced[key] = list(self._all_passes(members, ranks))
         return self._priced[key]
 
-    def _all_passes(self, members: tuple[int, ...], ranks: tuple[int, ...]) -> Iterator[tuple[float, float]]:
+    def _all_passes(self, members: tuple[int, ...], ranks: tuple[int, ...]) -> Iterator[tuple[float, ...]]:
         case, sequences = self._case, [self._case.sequences[at] for at in members]
         tokens = sum(each.num_tokens for each in sequences)
         if tokens > len(ranks) * case.cluster.max_tokens_per_rank:
             return
         for primitive in case.primitives if len(ranks) > 1 else (Primitive.RING,):
-            forward, backward = self._costs[self._last].passes_s(
+            passes_s = self._costs[self._last].passes_s(
                 sum(each.attention_pairs for each in sequences),
                 tokens,
                 degree=len(ranks),
@@ -156,8 +155,8 @@ class _BruteForce:
                 speed=float(min(self._speeds[rank] for rank in ranks)),
                 num_sequences=len(members),
             )
-            if math.isfinite(float(forward + backward)):
-                yield float(forward), float(backward)
+            if math.isfinite(float(sum(passes_s))):
+                yield tuple(map(float, passes_s))
 
 
 def drawn(seed: int) -> Case:

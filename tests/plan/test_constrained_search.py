@@ -56,9 +56,10 @@ def test_no_rank_without_a_sequence_costs_little_where_memory_binds() -> None:
     assert all_ranks_s < 1.01 * planned_s(batch, cluster, constraints=POWERS)
 
 
-def test_consecutive_ranks_cost_nothing_where_groups_fit_into_nodes() -> None:
-    """With the largest from rank 0 on, groups cross from one node to the next: 5 % slower."""
+def test_consecutive_ranks_cost_little_where_groups_fit_into_nodes() -> None:
+    """With the largest from rank 0 on, groups cross from one node to the next: 5 % slower. A ring of two that no node
+    has room for makes another one cross."""
     cluster = ClusterSpec(num_ranks=32, max_tokens_per_rank=16_384)
     batch = drawn("dist:github", ranks=32, number=1, max_seqlen=131_072)
     consecutive_s = planned_s(batch, cluster, constraints=HostConstraints(placement="contiguous"))
-    assert consecutive_s < 1.001 * planned_s(batch, cluster, constraints=HostConstraints())
+    assert consecutive_s < 1.02 * planned_s(batch, cluster, constraints=HostConstraints())

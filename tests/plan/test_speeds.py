@@ -147,7 +147,7 @@ def test_short_sequences_balance_over_unequal_ranks(speeds: tuple[float, ...]) -
     cluster = cluster_of(sequences, speeds, room=10_000)
     free = UNIT.with_coefficients(fixed_s=0.0, exposed_s=0.0, shard_s=0.0, reduce_s=0.0)
     plan = plan_batch(sequences, cluster=cluster, cost=free)
-    assert plan.gap < 1.03
+    assert plan.gap < 1.04
     found = imbalance(plan, sequences, cost=free, speed_of_rank=speeds)
     assert found.compute < 0.03 < imbalance(plan, sequences, cost=free).compute
     assert found == imbalance_of(rank_loads(plan, sequences, cost=free), speed_of_rank=speeds)
@@ -204,4 +204,4 @@ def test_profiled_batches_are_close_to_the_bound() -> None:
     cluster = ClusterSpec(num_ranks=8, max_tokens_per_rank=16_384, speed_of_rank=(1.0,) * 7 + (0.5,))
     plan = plan_batch(sequences, cluster=cluster, cost=profiled(8))
     check(plan, sequences, cluster)
-    assert plan.gap < 1.03
+    assert plan.gap < 1.04

@@ -41,16 +41,18 @@ class Terms(NamedTuple):
     head_s: Floats
     apart: Floats
     shards_s: Floats
-    free_s: Floats
     edge: Floats
+    shared_s: Floats
+    spare_s: Floats
+    before: Floats
+    behind: Floats
     host_s: Floats
 
     def at_speed(self, speed: npt.ArrayLike) -> "Terms":
         """Terms on a rank of `speed` times the usual speed: attention, linear layers and the fixed seconds take it
         1 / speed as long, what moves as long as ever."""
         per = np.asarray(speed, np.float64)
-        computed = self[: self._fields.index("moved_s_per_token")]
-        return Terms(*(column / per for column in computed), *self[len(computed) :])
+        return self._replace(**{name: getattr(self, name) / per for name in COMPUTED})
 
     def seconds(
         self,
@@ -65,8 +67,9 @@ class Terms(NamedTuple):
         tokens = np.asarray(num_tokens, np.float64)
         moved = tokens if moved_tokens is None else np.asarray(moved_tokens, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
-        usual_s = pass_s(self, np.asarray(pairs, np.float64), tokens, moved)
-        return np.asarray(recurrent_s(self, usual_s, tokens, moved, sequences))
+        held = np.asarray(pairs, np.float64)
+        later_s = late_s(self, held, tokens, moved) if np.any(self.shared_s) else 0.0
+        return np.asarray(recurrent_s(self, pass_s(self, held, tokens, moved, later_s), tokens, later_s, sequences))
 
     def lines(self) -> tuple[Plane, ...]:
         """The planes (s per pair, s per token, s) of which `pass_s`, but for `states_s_per_sequence`, is the largest
@@ -108,6 +111,16 @@ class Terms(NamedTuple):
         return [(pair, token + head + per, s + other_s) for pair, token, s in attending for per, other_s in others]
 
 
+COMPUTED = (
+    "attention_s_per_pair",
+    "attention_s_per_token",
+    "linear_s_per_token",
+    "fixed_s",
+    "head_s_per_token",
+    "head_s",
+)
+"""Fields of `Terms` that are computation of a rank."""
+
 TERMS = np.dtype([(name, np.float64) for name in Terms._fields])
 """A record of `Terms` in a table for kernels."""
 
@@ -121,12 +134,12 @@ def table_of(passes: Sequence[Terms]) -> npt.NDArray[np.void]:
     return table
 
 
-def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
+def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any, late_s: Any) -> Any:
     """Seconds of a pass over `pairs` and `tokens` of which the keys and values of `moved_tokens` travel.
 
     attention = pairs x `attention_s_per_pair` + tokens x `attention_s_per_token`, moved = tokens x `moved_s_per_token`
-    + `moved_s`. The pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved - `overlap` x hidden, and
-    hidden is the least of
+    + `moved_s` + `late_s`. The pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved - `overlap` x
+    hidden, and hidden is the least of
 
     - moved - tail, tail = tokens x `tail_s_per_token` + `tail_s`: the last hop has no attention left to hide behind;
     - `cover` x attention: the first piece is computed when nothing moves yet, or the last when nothing moves any more;
@@ -136,7 +149,7 @@ def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
     The host enqueues all that in `host_s` meanwhile; the pass takes no less.
     """
     attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
-    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
+    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s + late_s
     can_hide_s = moved_s - (terms.tail_s_per_token * moved_tokens + terms.tail_s)
     steady_s = terms.steady * attention_s + terms.edges_s_per_token * moved_tokens + terms.edges_s
     hidden_s = np.minimum(can_hide_s, np.minimum(terms.cover * attention_s, steady_s))
@@ -144,25 +157,46 @@ def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
     return np.maximum(device_s, terms.host_s)
 
 
-def recurrent_s(terms: Any, usual_s: Any, tokens: Any, moved_tokens: Any, sequences: Any) -> Any:
+def late_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
+    """Seconds that messages take longer since they share ports with shards.
+
+    From the start of each layer on, shards fill the ports for `shared_s`. Messages come after the share `before` of
+    the layer's linear work, the share `behind` of them (0 or 1 / 2) after attention too. They take twice as long while
+    both pass.
+    """
+    attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
+    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
+    outer_s = terms.head_s_per_token * tokens + terms.head_s
+    linear_s = (1.0 - terms.apart) * (terms.linear_s_per_token * tokens + terms.fixed_s - outer_s)
+    left_s = np.maximum(terms.shared_s - terms.before * linear_s, 0.0)
+    met_s = np.minimum((1.0 - terms.behind) * moved_s, left_s)
+    return met_s + terms.behind * np.minimum(moved_s, 2.0 * np.maximum(left_s - met_s - attention_s, 0.0))
+
+
+def head_s(terms: Any, tokens: Any) -> Any:
+    """Seconds of the output head in a pass, and of what a microbatch takes before its layers."""
+    return terms.head_s_per_token * tokens + terms.head_s
+
+
+def recurrent_s(terms: Any, usual_s: Any, tokens: Any, late_s: Any, sequences: Any) -> Any:
     """Seconds of a pass with recurrent layers, `usual_s` (`pass_s`) without states; the same where there are none.
 
     States of cut sequences add sequences x `states_s_per_sequence` + tokens x `states_s_per_token` + `states_s`, which
     nothing hides. Each kind of layers waits for its own shards, which are gathered one layer ahead: the share `apart`
-    of layers, which do not attend, takes its share of `shards_s` at least, the others theirs and what moves, which uses
-    the same ports, which shards leave free for `free_s`. The head (`head_s_per_token` of linear layers, `head_s` of the
-    fixed seconds) hides none, nor does the share `edge` of the rest, the last layer of a pass without reductions.
+    of layers, which do not attend, takes its share of `shards_s` at least, the others theirs. Messages put these off by
+    `late_s`, less `spare_s` in which their ports have nothing to do while shards pass elsewhere. The head
+    (`head_s_per_token` of linear layers, `head_s` of the fixed seconds) hides no shards, nor does the share `edge` of
+    the rest, the last layer of a pass without reductions.
     """
     states_s = terms.states_s + terms.states_s_per_token * tokens + terms.states_s_per_sequence * sequences
-    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
-    head_s = terms.head_s_per_token * tokens + terms.head_s
-    apart_s = terms.apart * (terms.linear_s_per_token * tokens + terms.fixed_s - head_s)
+    outer_s = terms.head_s_per_token * tokens + terms.head_s
+    apart_s = terms.apart * (terms.linear_s_per_token * tokens + terms.fixed_s - outer_s)
     apart_shards_s = terms.apart * terms.shards_s
-    layers_s = usual_s - head_s - apart_s
+    layers_s = usual_s - outer_s - apart_s
     shards_s = terms.shards_s - apart_shards_s
-    beside_s = shards_s + np.maximum(moved_s - terms.free_s, 0.0) + terms.edge * np.minimum(layers_s, shards_s)
+    beside_s = shards_s + np.maximum(late_s - terms.spare_s, 0.0) + terms.edge * np.minimum(layers_s, shards_s)
     attending_s = np.maximum(layers_s, beside_s)
-    return states_s + head_s + attending_s + np.maximum(apart_s, apart_shards_s)
+    return states_s + outer_s + attending_s + np.maximum(apart_s, apart_shards_s)
 
 
 def overlapped_s(computed_s: Any, traffic_s: Any, exposed_s: Any, overlap: Any) -> Any:

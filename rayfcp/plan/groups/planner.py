@@ -6,15 +6,16 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rayfcp.config.constraints import UNCONSTRAINED, HostConstraints
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.kernels.group_time import pass_s, recurrent_s, table_of
+from rayfcp.cost.kernels.group_time import late_s, pass_s, recurrent_s, table_of
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
-from rayfcp.cost.uplinks import fills_uplink
+from rayfcp.cost.uplinks import fills_uplink, shards_fill_s
 from rayfcp.plan.assembly import Columns, Draft, beside_shards
 from rayfcp.plan.groups.joint import JointSearch, only
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
@@ -93,7 +94,7 @@ def prices_of(
         ahead=float(cost.ahead),
         ahead_s=float(cost.ahead_s),
         recurrent=cost.scan is not None or cost.beside_backward_s > 0,
-        fills=np.array(fills_uplink(cost)) * (1, step),
+        fills=np.array([*fills_uplink(cost), shards_fill_s(cost)]) * (1, step, 1),
     )
     return only(prices, np.isin(degrees, permitted)[None]) if permitted else prices
 
@@ -171,15 +172,17 @@ def seconds_by_degree(prices: Prices, state: GroupState, *, groups: Sequence[int
     pairs, tokens, sequences = (each[held][:, None] for each in (state.pairs, state.tokens, state.sequences))
     shape = (-1, prices.num_primitives, prices.num_degrees, 2)
     forward, backward = np.moveaxis(prices.terms.reshape(shape)[0, :, None], -1, 0)
-    forward_s, backward_s = (
-        recurrent_s(each, pass_s(each, pairs, tokens, tokens), tokens, tokens, sequences)
-        for each in (forward, backward)
-    )
+    seconds: Floats = np.add(*(_seconds(terms, pairs, tokens, sequences) for terms in (forward, backward)))
     room = prices.room.reshape(prices.num_primitives, 1, prices.num_degrees)
-    seconds: Floats = np.where(tokens > room, np.inf, forward_s + backward_s).min(axis=0)
+    seconds = np.where(tokens > room, np.inf, seconds).min(axis=0)
     seconds = seconds[:, 1 : prices.num_ranks + 1]
     seconds[tokens > np.arange(1, prices.num_ranks + 1) * prices.max_tokens] = np.inf
     return seconds
+
+
+def _seconds(terms: Any, pairs: Floats, tokens: Floats, sequences: Floats) -> Floats:
+    later_s = late_s(terms, pairs, tokens, tokens)
+    return np.asarray(recurrent_s(terms, pass_s(terms, pairs, tokens, tokens, later_s), tokens, later_s, sequences))
 
 
 def _no_group(

@@ -6,14 +6,17 @@ import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import argmax
-from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _paced, _pass_s, _price, _queued_pass_s, _within
+from rayfcp.cost.uplinks import IN_STEP
+from rayfcp.plan.groups.kernels.price import ALONE, PINNED, Load, Pace, Prices, _at, _paced, _passes_s, _price, _within
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
     SearchProblem,
     _load_of,
+    _pace,
     _reprice,
+    _set_pace,
     _span_s,
     _sum_s,
 )
@@ -40,7 +43,7 @@ def _allocate(problem: SearchProblem, microbatch: int, first: int) -> float:
         faster = 0
         most = degree + state.spare[microbatch] if span_kind < PINNED else degree
         for more in range(degree + 1, most + 1):
-            seconds = _price(prices, _load_of(state, slowest), more, span_kind, state.pace[microbatch])
+            seconds = _price(prices, _load_of(state, slowest), more, span_kind, _pace(state, microbatch))
             if seconds < state.seconds[slowest]:
                 faster = more
                 state.seconds[slowest] = seconds
@@ -61,7 +64,7 @@ def _shrink(problem: SearchProblem, microbatch: int, first: int) -> None:
             continue
         load = _load_of(state, group)
         for degree in range(max(math.ceil(load.tokens / prices.max_tokens), 1), state.degree[group]):
-            seconds = _price(prices, load, degree, state.span_kind[group], state.pace[microbatch])
+            seconds = _price(prices, load, degree, state.span_kind[group], _pace(state, microbatch))
             if seconds <= span_s:
                 state.spare[microbatch] += state.degree[group] - degree
                 state.degree[group] = degree
@@ -71,16 +74,16 @@ def _shrink(problem: SearchProblem, microbatch: int, first: int) -> None:
 
 @inner
 def _keep_pace(problem: SearchProblem, microbatch: int, first: int) -> float:
-    """Price the groups at the pace of the slowest forward and the slowest backward; returns the makespan."""
+    """Price the groups at the pace of the slowest passes; returns the makespan."""
     state, prices = problem.state, problem.prices
-    forward_s = backward_s = 0.0
+    layers_s = head_s = backward_s = 0.0
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch and (state.span_kind[group] < PINNED or state.tokens[group] > 0.0):
-            load, degree, span_kind = _load_of(state, group), state.degree[group], state.span_kind[group]
-            best = _fastest(prices, load, degree, span_kind, state.pace[microbatch])
-            forward_s = max(forward_s, _pass_s(prices, load, degree, span_kind, best, 0))
-            backward_s = max(backward_s, _pass_s(prices, load, degree, span_kind, best, 1))
-    state.pace[microbatch] = _within(forward_s, forward_s + backward_s)
+            load = _load_of(state, group)
+            passes_s = _passes_s(prices, load, _record(problem, group), load.tokens)
+            layers_s, head_s = max(layers_s, passes_s[0]), max(head_s, passes_s[1])
+            backward_s = max(backward_s, passes_s[2])
+    _set_pace(state, microbatch, _within(prices, layers_s, head_s, backward_s))
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch:
             _reprice(problem, group)
@@ -99,20 +102,19 @@ def primitives_of(problem: SearchProblem) -> Ints:
                 _load_of(state, group),
                 state.degree[group],
                 state.span_kind[group],
-                state.pace[state.home[group]],
+                _pace(state, state.home[group]),
             )
     return found
 
 
 @inner
-def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> int:
+def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: Pace) -> int:
     best, least_s = 0, math.inf
     for primitive in range(prices.num_primitives):
         if load.tokens > prices.room[primitive * prices.num_degrees + degree]:
             continue
-        forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
-        backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
-        seconds = _paced(prices, forward_s, backward_s, pace)
+        layers_s, head_s, backward_s = _passes_s(prices, load, _at(prices, degree, span_kind, primitive), load.tokens)
+        seconds = _paced(prices, layers_s, head_s, backward_s, pace)
         if seconds < least_s:
             best, least_s = primitive, seconds
     return best
@@ -123,8 +125,8 @@ def _record(problem: SearchProblem, group: int) -> int:
     """The first record of `Prices.terms` of a group by its fastest primitive."""
     state, prices = problem.state, problem.prices
     degree, span_kind = state.degree[group], state.span_kind[group]
-    primitive = _fastest(prices, _load_of(state, group), degree, span_kind, state.pace[state.home[group]])
-    return int(((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2)
+    primitive = _fastest(prices, _load_of(state, group), degree, span_kind, _pace(state, state.home[group]))
+    return int(_at(prices, degree, span_kind, primitive))
 
 
 @inner
@@ -142,13 +144,14 @@ def _fill_uplinks(problem: SearchProblem, group: int, held: Ints, fill: Floats) 
 
 @inner
 def _through_s(fill: Floats, at: int) -> float:
-    """Seconds after which the messages of a group are through all uplinks, which groups share evenly."""
+    """Seconds after which the messages of a group are through all uplinks, which groups share (`queued_tokens`)."""
     longest_s = 0.0
     for node in range(fill.shape[1]):
         if fill[at, node] > 0.0:
             seconds = 0.0
             for other in range(len(fill)):
-                seconds += min(fill[at, node], fill[other, node])
+                wait_s = min(fill[at, node], fill[other, node])
+                seconds += wait_s if other == at else IN_STEP * wait_s
             longest_s = max(longest_s, seconds)
     return longest_s
 
@@ -162,7 +165,7 @@ def _queued_s(problem: SearchProblem, microbatch: int, groups: Ints, held: Ints)
     for at, group in enumerate(groups):
         if state.span_kind[group] == 1:
             moved_s[at] = _fill_uplinks(problem, group, held[at], fill[at])
-    forward_s = backward_s = slowest_s = 0.0
+    layers_s = head_s = backward_s = slowest_s = 0.0
     for group in range(state.counts[GROUPS]):
         if state.home[group] != microbatch or (state.span_kind[group] >= PINNED and state.tokens[group] == 0.0):
             continue
@@ -170,12 +173,16 @@ def _queued_s(problem: SearchProblem, microbatch: int, groups: Ints, held: Ints)
         for at in range(len(groups)):
             if groups[at] == group and moved_s[at] > 0.0:
                 moved *= max(_through_s(fill, at) / moved_s[at], 1.0)
-        record = _record(problem, group)
-        first_s = _queued_pass_s(prices, _load_of(state, group), record, moved)
-        second_s = _queued_pass_s(prices, _load_of(state, group), record + 1, moved)
-        forward_s, backward_s = max(forward_s, first_s), max(backward_s, second_s)
-        slowest_s = max(slowest_s, first_s + second_s)
-    return max(slowest_s, forward_s + backward_s - max(prices.ahead * backward_s - prices.ahead_s, 0.0))
+        passes_s = _passes_s(prices, _load_of(state, group), _record(problem, group), moved)
+        layers_s, head_s = max(layers_s, passes_s[0]), max(head_s, passes_s[1])
+        backward_s = max(backward_s, passes_s[2])
+        slowest_s = max(slowest_s, passes_s[0] + passes_s[1] + passes_s[2])
+    ahead_s = max(prices.ahead * backward_s - prices.ahead_s, 0.0)
+    busiest_s = 0.0
+    for node in range(len(problem.nodes)):
+        busiest_s = max(busiest_s, fill[:, node].sum())
+    filled_s = prices.fills[2] + busiest_s + head_s if np.count_nonzero(moved_s) > 1 else 0.0
+    return max(slowest_s, filled_s, layers_s + head_s + backward_s - ahead_s)
 
 
 @inner_with_arrays
@@ -202,7 +209,7 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
     """
     state = problem.state
     groups, count = np.empty(problem.prices.num_ranks, np.int64), 0
-    state.pace[microbatch] = 0.0
+    _set_pace(state, microbatch, ALONE)
     for group in range(state.counts[GROUPS]):
         if state.home[group] != microbatch:
             continue
