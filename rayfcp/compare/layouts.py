@@ -409,8 +409,7 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
 FINALISTS, MARGIN = 3, 0.15
 """Per strategy at most `FINALISTS` layouts are simulated, and on the fastest as many settings, none predicted to take
 more than 1 + `MARGIN` times the best. More costs simulations, fewer risk that a prediction error hides the best:
-predictions are up to 14 % too low where messages share links with shards, 1.3 % off in the mean of 1,722 plans
-(simulated, 2026-11-29)."""
+predictions are a few per cent off where messages share links with shards (docs/cost_model.md, agreement)."""
 
 
 def finalists(strategy: str, predictions: Sequence[tuple[float, Setting]]) -> Sequence[tuple[float, Setting]]:
