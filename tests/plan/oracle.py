@@ -143,9 +143,9 @@ class _BruteForce:
     def _all_passes(self, members: tuple[int, ...], ranks: tuple[int, ...]) -> Iterator[tuple[float, ...]]:
         case, sequences = self._case, [self._case.sequences[at] for at in members]
         tokens = sum(each.num_tokens for each in sequences)
-        if tokens > len(ranks) * case.cluster.max_tokens_per_rank:
-            return
         for primitive in case.primitives if len(ranks) > 1 else (Primitive.RING,):
+            if tokens > case.cost.room(case.cluster.max_tokens_per_rank, degree=len(ranks), primitive=primitive):
+                continue
             passes_s = self._costs[self._last].passes_s(
                 sum(each.attention_pairs for each in sequences),
                 tokens,
