@@ -8,7 +8,7 @@ import numpy as np
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.cut import _packed
-from rayfcp.plan.groups.kernels.price import ALONE, Load, _plus, _price
+from rayfcp.plan.groups.kernels.price import Load, _plus, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -20,7 +20,6 @@ from rayfcp.plan.groups.kernels.state import (
     _open,
     _open_pinned,
     _sequence,
-    _set_pace,
 )
 from rayfcp.values.arrays import Ints
 
@@ -89,7 +88,7 @@ def _share_s(problem: SearchProblem, members: Ints, degree: int) -> float:
         longest = max(longest, batch.tokens[at])
     if longest > degree * prices.max_tokens:
         return math.inf
-    whole_s = _price(prices, load, degree, 0, ALONE) - prices.fixed_s
+    whole_s = _price(prices, load, degree, 0, 0.0) - prices.fixed_s
     return whole_s / min(prices.num_ranks // degree, len(members))
 
 
@@ -113,8 +112,7 @@ def _even_part(problem: SearchProblem, members: Ints, microbatch: int, degree: i
     packs = _packed(problem, members, degree, count, False)
     if len(packs.owners) == 0:
         return math.inf
-    state.spare[microbatch] = prices.num_ranks
-    _set_pace(state, microbatch, ALONE)
+    state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
     for _ in range(count):
         _open(problem, microbatch, degree)
     for number in range(len(members)):
@@ -135,14 +133,13 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
     for each in range(len(seconds)):
         if packs.tokens[each] > 0.0:
             load = Load(packs.pairs[each], packs.tokens[each], packs.sequences[each])
-            seconds[each] = _price(prices, load, way.degree, 0, ALONE)
+            seconds[each] = _price(prices, load, way.degree, 0, 0.0)
     homes = np.empty(len(seconds), np.int64)
     for number, pack in enumerate(descending(seconds)):
         homes[pack] = number // beside
     _clear(problem, way.microbatches)
     for microbatch in range(way.microbatches):
-        state.spare[microbatch] = prices.num_ranks
-        _set_pace(state, microbatch, ALONE)
+        state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
         _open_pinned(problem, microbatch)
     names = np.full(len(seconds), -1)
     for at in range(len(state.owner)):

@@ -14,7 +14,6 @@ from rayfcp.plan.groups.kernels.price import (
     PINNED,
     SLACK,
     Load,
-    Pace,
     _best_degree,
     _least_degree,
     _pace_of,
@@ -38,10 +37,8 @@ from rayfcp.plan.groups.kernels.state import (
     _load_of,
     _open,
     _open_pinned,
-    _pace,
     _reprice,
     _sequence,
-    _set_pace,
     _span_kind,
     total_s,
 )
@@ -62,12 +59,12 @@ def _force(problem: SearchProblem, at: int, microbatch: int, first: int, limit_s
             continue
         needed = max(degree, math.ceil(load.tokens / prices.max_tokens))
         for more in (needed, most):
-            seconds = _price(prices, load, more, _span_kind(problem, group), _pace(state, microbatch))
+            seconds = _price(prices, load, more, _span_kind(problem, group), state.pace[microbatch])
             if seconds < best_s:
                 best, best_s, best_degree = group, seconds, more
     state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 2
     if spare * prices.max_tokens >= own.tokens:
-        seconds = _price(prices, own, spare, 0, _pace(state, microbatch))
+        seconds = _price(prices, own, spare, 0, state.pace[microbatch])
         if seconds < best_s:
             best, best_s, best_degree = -2, seconds, spare
     if best == -1:
@@ -97,7 +94,7 @@ def _pool(problem: SearchProblem, at: int, microbatch: int, first: int, limit_s:
                     _plus(_load_of(state, base), _load_of(state, group)),
                     state.degree[base] + state.degree[group],
                 )
-                seconds = _price(prices, load, ranks, 0, _pace(state, microbatch))
+                seconds = _price(prices, load, ranks, 0, state.pace[microbatch])
                 if seconds < best_s:
                     best, best_s = group, seconds
         other = best if best >= 0 else _emptiest(problem, microbatch, first, base)
@@ -154,7 +151,7 @@ def _level(problem: SearchProblem, at: int, microbatch: int, first: int, target_
         return False
     degree = state.degree[emptiest]
     load = _plus(_load_of(state, emptiest), _sequence(batch, at))
-    span_kind, pace = _span_kind(problem, emptiest), _pace(state, microbatch)
+    span_kind, pace = _span_kind(problem, emptiest), state.pace[microbatch]
     if load.tokens > degree * prices.max_tokens or _price(prices, load, degree, span_kind, pace) > target_s:
         return False
     _join(problem, at, emptiest, degree)
@@ -202,7 +199,7 @@ def _grow(problem: SearchProblem, at: int, microbatch: int, first: int, least: i
         ):
             if _rounded(needed, node) != needed:
                 continue
-            seconds = _price(prices, load, needed, 0, _pace(state, microbatch))
+            seconds = _price(prices, load, needed, 0, state.pace[microbatch])
             if seconds <= target_s:
                 if needed - degree < fewest or seconds > longest_s:
                     fewest, best, longest_s = needed - degree, group, seconds
@@ -296,7 +293,7 @@ def _close_unused(problem: SearchProblem, first: int) -> None:
 def _fewest(problem: SearchProblem, at: int, fill: Fill) -> int:
     """Ranks that a sequence needs within the target, rounded where that is as quick; if none are enough 0, or where it
     must be placed those that take the least time."""
-    load, prices, pace = _sequence(problem.batch, at), problem.prices, _pace(problem.state, fill.microbatch)
+    load, prices, pace = _sequence(problem.batch, at), problem.prices, problem.state.pace[fill.microbatch]
     least = _least_degree(prices, load, fill.target_s, pace)
     if least == 0 and fill.limit_s > 0.0:
         return _best_degree(prices, load, pace)
@@ -375,7 +372,7 @@ def _with(problem: SearchProblem, group: int, more: Load, target_s: float) -> fl
     span_kind = _span_kind(problem, group)
     if span_kind < PINNED and _work_s(prices, load) > (target_s - prices.fixed_s) * degree:
         return float("inf")
-    return _price(prices, load, degree, span_kind, _pace(state, state.home[group]))
+    return _price(prices, load, degree, span_kind, state.pace[state.home[group]])
 
 
 TARGETS = 16
@@ -403,7 +400,7 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
         queue = _queue(problem, left)
         pace = _pace_of(problem.prices, _sequence(problem.batch, left[0]))
         fill = _best_fill(problem, queue, microbatch, pace, node)
-        _set_pace(state, microbatch, pace)
+        state.pace[microbatch] = pace
         _fill(problem, queue, fill)
         _allocate(problem, microbatch, first)
         _place_groups(problem, microbatch)
@@ -411,7 +408,7 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
 
 
 @inner_with_arrays
-def _best_fill(problem: SearchProblem, queue: Queue, microbatch: int, pace: Pace, node: int) -> Fill:
+def _best_fill(problem: SearchProblem, queue: Queue, microbatch: int, pace: float, node: int) -> Fill:
     """The best target, then the best pool, then whether to round."""
     targets, first = _targets(problem, queue.left, pace), problem.state.counts[GROUPS]
     best, most = Fill(microbatch, first, targets[0] * (1.0 + SLACK), 0.0, 0, 0), -1.0
@@ -442,11 +439,11 @@ def _queue(problem: SearchProblem, left: Ints) -> Queue:
 
 
 @inner
-def _rate(problem: SearchProblem, queue: Queue, fill: Fill, pace: Pace) -> float:
+def _rate(problem: SearchProblem, queue: Queue, fill: Fill, pace: float) -> float:
     """Throughput of a microbatch: work a second, with tokens counted as their share of a full microbatch's fixed time.
     The plan stays as it was."""
     state, batch, prices, microbatch, first = problem.state, problem.batch, problem.prices, fill.microbatch, fill.first
-    _set_pace(state, microbatch, pace)
+    state.pace[microbatch] = pace
     _fill(problem, queue, fill)
     per_token = (prices.fixed_s + problem.extra_s) * prices.capacity / prices.holds
     done_s = span_s = 0.0
@@ -460,7 +457,7 @@ def _rate(problem: SearchProblem, queue: Queue, fill: Fill, pace: Pace) -> float
 
 
 @inner_with_arrays
-def _targets(problem: SearchProblem, left: Ints, pace: Pace) -> Floats:
+def _targets(problem: SearchProblem, left: Ints, pace: float) -> Floats:
     """What the longest takes at several degrees, and equal shares of all work."""
     batch, prices = problem.batch, problem.prices
     longest = left[0]

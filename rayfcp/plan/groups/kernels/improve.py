@@ -20,7 +20,6 @@ from rayfcp.plan.groups.kernels.state import (
     _load_of,
     _move,
     _open,
-    _pace,
     _reprice_or_close,
     _sequence,
     links_of,
@@ -113,7 +112,7 @@ def _moves(problem: SearchProblem, links: Links, spans: Floats, slow: Bottleneck
     """Every sequence of the slowest group to every other group, which may take spare ranks."""
     state, batch, prices = problem.state, problem.batch, problem.prices
     source = slow.group
-    pace = _pace(state, state.home[source])
+    pace = state.pace[state.home[source]]
     at = links.head[source]
     while at >= 0 and best.score_s > slow.good_s:
         own = _sequence(batch, at)
@@ -129,7 +128,7 @@ def _moves(problem: SearchProblem, links: Links, spans: Floats, slow: Bottleneck
                 ranks = degree + more * spare
                 if load.tokens > ranks * prices.max_tokens:
                     continue
-                there = _pace(state, state.home[target])
+                there = state.pace[state.home[target]]
                 seconds = _price(prices, load, ranks, state.span_kind[target], there)
                 score_s = _score_s(problem, slow, spans, left_s, target, seconds)
                 if score_s < best.score_s:
@@ -162,7 +161,7 @@ def _swaps_with(
     state, batch, prices = problem.state, problem.batch, problem.prices
     source, max_tokens = slow.group, prices.max_tokens
     degree, ranks = state.degree[source], state.degree[target]
-    pace, there = _pace(state, state.home[source]), _pace(state, state.home[target])
+    pace, there = state.pace[state.home[source]], state.pace[state.home[target]]
     slack_s = (limit_s - state.seconds[target]) * ranks
     at = links.head[source]
     while at >= 0:
@@ -198,7 +197,7 @@ def _unions(problem: SearchProblem, slow: Bottleneck, best: Change) -> Change:
             continue
         load = _plus(_load_of(state, source), _load_of(state, target))
         ranks = state.degree[source] + state.degree[target]
-        seconds = _price(prices, load, ranks, 0, _pace(state, state.home[source]))
+        seconds = _price(prices, load, ranks, 0, state.pace[state.home[source]])
         if seconds < slow.span_s * (1.0 - ENOUGH) and seconds < best.score_s:
             best = Change(seconds, -1, target, -1, ranks)
     state.counts[MOVES] += state.counts[GROUPS]
@@ -303,7 +302,7 @@ def _part(problem: SearchProblem, group: int, members: Ints, first: Marks, ranks
             rest, rest_s = _plus(rest, _sequence(batch, at)), rest_s + batch.work_s[at]
     if rest.tokens > other * prices.max_tokens or part.tokens == 0.0 or rest.tokens == 0.0:
         return math.inf
-    pace = _pace(state, state.home[group])
+    pace = state.pace[state.home[group]]
     return max(_price(prices, part, ranks, 0, pace), _price(prices, rest, other, 0, pace))
 
 

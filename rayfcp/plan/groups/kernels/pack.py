@@ -9,7 +9,7 @@ from rayfcp.plan.groups.kernels.cut import _floors, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
 from rayfcp.plan.groups.kernels.fill import Fill, _fill, _queue
 from rayfcp.plan.groups.kernels.improve import split_rings
-from rayfcp.plan.groups.kernels.price import ALONE, SLACK, Load, _pace_of, _price
+from rayfcp.plan.groups.kernels.price import SLACK, Load, _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -19,7 +19,6 @@ from rayfcp.plan.groups.kernels.state import (
     _join,
     _open,
     _open_pinned,
-    _set_pace,
     _sum_s,
 )
 from rayfcp.values.arrays import Floats, Ints
@@ -89,13 +88,13 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: f
     queue = _queue(problem, members)
     best, least_s = -1, math.inf
     if tokens <= prices.max_tokens * prices.num_ranks:
-        least_s = _price(prices, load, prices.num_ranks, 0, ALONE)
+        least_s = _price(prices, load, prices.num_ranks, 0, 0.0)
     last = -1
     for walk in range(3):
         if least_s <= FIRST_ENOUGH * floor_s:
             break
         _close_from(problem, first, microbatch)
-        _set_pace(problem.state, microbatch, pace)
+        problem.state.pace[microbatch] = pace
         limit_s = LIMIT * least_s
         last = walk
         target_s, pool = factors[walk] * floor_s * (1.0 + SLACK), min(pools[walk], prices.num_ranks)
@@ -110,7 +109,7 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: f
     _close_from(problem, first, microbatch)
     if best < 0:
         return _one_ring(problem, members, microbatch)
-    _set_pace(problem.state, microbatch, pace)
+    problem.state.pace[microbatch] = pace
     target_s, pool = factors[best] * floor_s * (1.0 + SLACK), min(pools[best], prices.num_ranks)
     _fill(problem, queue, Fill(microbatch, first, target_s, math.inf, pool, 0))
     return _allocate(problem, microbatch, first)
@@ -120,8 +119,7 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int, floor_s: f
 def _one_ring(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     """All sequences in one group; infinite if they do not fit there."""
     first, num_ranks = problem.state.counts[GROUPS], problem.prices.num_ranks
-    problem.state.spare[microbatch] = num_ranks
-    _set_pace(problem.state, microbatch, ALONE)
+    problem.state.spare[microbatch], problem.state.pace[microbatch] = num_ranks, 0.0
     group = _open(problem, microbatch, num_ranks)
     for at in members:
         _join(problem, at, group, num_ranks)
@@ -165,8 +163,7 @@ def _bins(problem: SearchProblem, members: Ints, microbatch: int, capacity: floa
     """Bins of a capacity as groups with exact degrees; infinite if they need more ranks than there are."""
     state, prices = problem.state, problem.prices
     first = state.counts[GROUPS]
-    state.spare[microbatch] = prices.num_ranks  # the paper's T(g, d)
-    _set_pace(state, microbatch, ALONE)
+    state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0  # the paper's T(g, d)
     owners = best_fit(problem.batch.tokens[members], capacity, prices.num_ranks)
     if len(owners) == 0:
         return math.inf

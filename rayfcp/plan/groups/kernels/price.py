@@ -67,19 +67,6 @@ def _work_s(prices: Prices, load: Load) -> float:
     return prices.per_pair * load.pairs + prices.per_token * load.tokens
 
 
-class Pace(NamedTuple):
-    """Seconds of a microbatch divided by those of its layers' forward, of its head and of its backward; `ahead`: what
-    ranks run ahead, divided by the seconds of the microbatch (`CostModel.ahead`)."""
-
-    layers: float
-    head: float
-    backward: float
-    ahead: float
-
-
-ALONE = Pace(0.0, 0.0, 0.0, 0.0)
-"""No pace: groups are priced one by one."""
-
 _usual_s = inlined(group_time.pass_s)
 _late_s = inlined(group_time.late_s)
 _recurrent_s = inlined(group_time.recurrent_s)
@@ -105,68 +92,58 @@ def _beside_s(prices: Prices, load: Load, at: int, moved_tokens: float) -> float
 
 
 @inlined
-def _passes_s(prices: Prices, load: Load, at: int, moved_tokens: float) -> tuple[float, float, float]:
-    """`CostModel.passes_s` by the records from `at` on of `Prices.terms`, as `_queued_pass_s`."""
-    head_s = float(_head_s(prices.terms[at], load.tokens))
-    layers_s = _queued_pass_s(prices, load, at, moved_tokens) - head_s
-    return layers_s, head_s, _queued_pass_s(prices, load, at + 1, moved_tokens)
+def _pass_s(prices: Prices, load: Load, degree: int, span_kind: int, primitive: int, each: int) -> float:
+    """Seconds of the forward (0) or the backward (1) of a group of so many ranks; `span_kind` is 1 if it spans nodes
+    though it would fit in one, or that of a pinned group."""
+    at = ((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2 + each
+    return _queued_pass_s(prices, load, at, load.tokens)
 
 
 @inlined
-def _at(prices: Prices, degree: int, span_kind: int, primitive: int) -> int:
-    """The first record of `Prices.terms` of groups of so many ranks; `span_kind` is 1 if they span nodes though they
-    would fit in one, or that of a pinned group."""
-    return ((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2
-
-
-@inlined
-def _price(prices: Prices, load: Load, degree: int, span_kind: int, pace: Pace) -> float:
+def _price(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> float:
     """Seconds of a group by its best primitive that has `room`; `max_tokens` is the caller's.
 
-    A microbatch takes its slowest layers forward, head and backward, less what ranks run ahead, but no less than any
-    group (`CostModel.makespan_s`). With `pace` the shares of these, it is the most of its groups' prices; no other pace
-    gives less. With `ALONE`, what the group takes alone.
+    A microbatch takes its slowest forward and its slowest backward, less what ranks run ahead, but no less than any
+    group. With `pace` the share of forward in both, it is the most of its groups' prices; no other pace gives less.
+    With 0, what the group takes alone. That layers and head are waited for apart (`CostModel.makespan_s`) counts when
+    whole plans are compared (`kernels.ranks.place`): as a share of its own, the head would steer moves as if it bound
+    the microbatch, and plans get up to 4 % slower.
     """
     best = math.inf
     for primitive in range(prices.num_primitives):
         if load.tokens > prices.room[primitive * prices.num_degrees + degree]:
             continue
-        layers_s, head_s, backward_s = _passes_s(prices, load, _at(prices, degree, span_kind, primitive), load.tokens)
-        best = min(best, _paced(prices, layers_s, head_s, backward_s, pace))
+        forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
+        backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
+        best = min(best, _paced(prices, forward_s, backward_s, pace))
     return best
 
 
 @inlined
-def _paced(prices: Prices, layers_s: float, head_s: float, backward_s: float, pace: Pace) -> float:
-    """Seconds of a group that is as slow in some pass as its microbatch, if its pace is not `ALONE`."""
-    slower_s = max(layers_s * pace.layers, head_s * pace.head, backward_s * pace.backward)
-    return max(layers_s + head_s + backward_s, slower_s - max(pace.ahead * slower_s - prices.ahead_s, 0.0))
+def _paced(prices: Prices, forward_s: float, backward_s: float, pace: float) -> float:
+    """Seconds of a group that is as slow forward or backward as its microbatch, if its pace is above 0."""
+    seconds = forward_s + backward_s
+    if pace > 0.0:
+        slower_s = forward_s / pace if forward_s * (1.0 - pace) > backward_s * pace else backward_s / (1.0 - pace)
+        seconds = max(seconds, slower_s - max(prices.ahead * (1.0 - pace) * slower_s - prices.ahead_s, 0.0))
+    return seconds
 
 
 @inner
-def _pace_of(prices: Prices, load: Load) -> Pace:
-    """The pace of a load on one rank."""
-    layers_s, head_s, backward_s = _passes_s(prices, load, _at(prices, 1, 0, 0), load.tokens)
-    return _within(prices, layers_s, head_s, backward_s)
+def _pace_of(prices: Prices, load: Load) -> float:
+    """The share of forward in what a load takes on one rank."""
+    forward_s = _pass_s(prices, load, 1, 0, 0, 0)
+    return _within(forward_s, forward_s + _pass_s(prices, load, 1, 0, 0, 1))
 
 
 @inner
-def _within(prices: Prices, layers_s: float, head_s: float, backward_s: float) -> Pace:
-    """The pace of these passes, of which none takes nothing."""
-    whole_s = layers_s + head_s + backward_s
-    if not 0.0 < whole_s < math.inf:
-        return ALONE
-    least_s = 1e-9 * whole_s
-    return Pace(
-        whole_s / max(layers_s, least_s),
-        whole_s / max(head_s, least_s),
-        whole_s / max(backward_s, least_s),
-        prices.ahead * backward_s / whole_s,
-    )
+def _within(forward_s: float, whole_s: float) -> float:
+    """A share that neither pass divides by nothing with."""
+    return min(max(forward_s / whole_s, 1e-9), 1.0 - 1e-9) if 0.0 < whole_s < math.inf else 0.5
 
 
 @inlined
-def _least_degree(prices: Prices, load: Load, target_s: float, pace: Pace) -> int:
+def _least_degree(prices: Prices, load: Load, target_s: float, pace: float) -> int:
     """The fewest ranks that hold the tokens and take at most `target_s`; 0 if there are none."""
     span_s = target_s - prices.fixed_s
     work_s = _work_s(prices, load)
@@ -182,7 +159,7 @@ def _least_degree(prices: Prices, load: Load, target_s: float, pace: Pace) -> in
 
 
 @inner
-def _best_degree(prices: Prices, load: Load, pace: Pace) -> int:
+def _best_degree(prices: Prices, load: Load, pace: float) -> int:
     """The fewest ranks that take the least seconds in memory; 0 if all ranks together cannot hold the tokens."""
     best, least_s = 0, math.inf
     for degree in range(max(math.ceil(load.tokens / prices.max_tokens), 1), prices.num_ranks + 1):
@@ -201,7 +178,7 @@ def _alone(prices: Prices, tokens: Floats, pairs: Floats, sequences: Floats) -> 
         if load == last:
             seconds[at] = seconds[at - 1]
         else:
-            degree = _best_degree(prices, load, ALONE)
-            seconds[at] = _price(prices, load, degree, 0, ALONE) if degree else math.inf
+            degree = _best_degree(prices, load, 0.0)
+            seconds[at] = _price(prices, load, degree, 0, 0.0) if degree else math.inf
         last = load
     return seconds

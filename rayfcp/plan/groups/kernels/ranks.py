@@ -7,16 +7,24 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import argmax
 from rayfcp.cost.uplinks import IN_STEP
-from rayfcp.plan.groups.kernels.price import ALONE, PINNED, Load, Pace, Prices, _at, _paced, _passes_s, _price, _within
+from rayfcp.plan.groups.kernels.price import (
+    PINNED,
+    Load,
+    Prices,
+    _head_s,
+    _paced,
+    _pass_s,
+    _price,
+    _queued_pass_s,
+    _within,
+)
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
     SearchProblem,
     _load_of,
-    _pace,
     _reprice,
-    _set_pace,
     _span_s,
     _sum_s,
 )
@@ -43,7 +51,7 @@ def _allocate(problem: SearchProblem, microbatch: int, first: int) -> float:
         faster = 0
         most = degree + state.spare[microbatch] if span_kind < PINNED else degree
         for more in range(degree + 1, most + 1):
-            seconds = _price(prices, _load_of(state, slowest), more, span_kind, _pace(state, microbatch))
+            seconds = _price(prices, _load_of(state, slowest), more, span_kind, state.pace[microbatch])
             if seconds < state.seconds[slowest]:
                 faster = more
                 state.seconds[slowest] = seconds
@@ -64,7 +72,7 @@ def _shrink(problem: SearchProblem, microbatch: int, first: int) -> None:
             continue
         load = _load_of(state, group)
         for degree in range(max(math.ceil(load.tokens / prices.max_tokens), 1), state.degree[group]):
-            seconds = _price(prices, load, degree, state.span_kind[group], _pace(state, microbatch))
+            seconds = _price(prices, load, degree, state.span_kind[group], state.pace[microbatch])
             if seconds <= span_s:
                 state.spare[microbatch] += state.degree[group] - degree
                 state.degree[group] = degree
@@ -74,16 +82,16 @@ def _shrink(problem: SearchProblem, microbatch: int, first: int) -> None:
 
 @inner
 def _keep_pace(problem: SearchProblem, microbatch: int, first: int) -> float:
-    """Price the groups at the pace of the slowest passes; returns the makespan."""
+    """Price the groups at the pace of the slowest forward and the slowest backward; returns the makespan."""
     state, prices = problem.state, problem.prices
-    layers_s = head_s = backward_s = 0.0
+    forward_s = backward_s = 0.0
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch and (state.span_kind[group] < PINNED or state.tokens[group] > 0.0):
-            load = _load_of(state, group)
-            passes_s = _passes_s(prices, load, _record(problem, group), load.tokens)
-            layers_s, head_s = max(layers_s, passes_s[0]), max(head_s, passes_s[1])
-            backward_s = max(backward_s, passes_s[2])
-    _set_pace(state, microbatch, _within(prices, layers_s, head_s, backward_s))
+            load, degree, span_kind = _load_of(state, group), state.degree[group], state.span_kind[group]
+            best = _fastest(prices, load, degree, span_kind, state.pace[microbatch])
+            forward_s = max(forward_s, _pass_s(prices, load, degree, span_kind, best, 0))
+            backward_s = max(backward_s, _pass_s(prices, load, degree, span_kind, best, 1))
+    state.pace[microbatch] = _within(forward_s, forward_s + backward_s)
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch:
             _reprice(problem, group)
@@ -102,19 +110,20 @@ def primitives_of(problem: SearchProblem) -> Ints:
                 _load_of(state, group),
                 state.degree[group],
                 state.span_kind[group],
-                _pace(state, state.home[group]),
+                state.pace[state.home[group]],
             )
     return found
 
 
 @inner
-def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: Pace) -> int:
+def _fastest(prices: Prices, load: Load, degree: int, span_kind: int, pace: float) -> int:
     best, least_s = 0, math.inf
     for primitive in range(prices.num_primitives):
         if load.tokens > prices.room[primitive * prices.num_degrees + degree]:
             continue
-        layers_s, head_s, backward_s = _passes_s(prices, load, _at(prices, degree, span_kind, primitive), load.tokens)
-        seconds = _paced(prices, layers_s, head_s, backward_s, pace)
+        forward_s = _pass_s(prices, load, degree, span_kind, primitive, 0)
+        backward_s = _pass_s(prices, load, degree, span_kind, primitive, 1)
+        seconds = _paced(prices, forward_s, backward_s, pace)
         if seconds < least_s:
             best, least_s = primitive, seconds
     return best
@@ -125,8 +134,8 @@ def _record(problem: SearchProblem, group: int) -> int:
     """The first record of `Prices.terms` of a group by its fastest primitive."""
     state, prices = problem.state, problem.prices
     degree, span_kind = state.degree[group], state.span_kind[group]
-    primitive = _fastest(prices, _load_of(state, group), degree, span_kind, _pace(state, state.home[group]))
-    return int(_at(prices, degree, span_kind, primitive))
+    primitive = _fastest(prices, _load_of(state, group), degree, span_kind, state.pace[state.home[group]])
+    return int(((span_kind * prices.num_primitives + primitive) * prices.num_degrees + degree) * 2)
 
 
 @inner
@@ -157,32 +166,33 @@ def _through_s(fill: Floats, at: int) -> float:
 
 
 @inner_with_arrays
-def _queued_s(problem: SearchProblem, microbatch: int, groups: Ints, held: Ints) -> float:
-    """Makespan of a microbatch whose groups queue for the uplinks of their nodes (`rayfcp.cost.uplinks`); `held[at]`:
-    ranks of group `groups[at]` in each node. 0 if no two groups that span nodes are on one."""
+def _makespan_s(problem: SearchProblem, microbatch: int, groups: Ints, held: Ints) -> float:
+    """Seconds of a microbatch (`CostModel.makespan_s`) whose groups queue for the uplinks of their nodes
+    (`rayfcp.cost.uplinks`); `held[at]`: ranks of group `groups[at]` in each node, none where there are no queues."""
     state, prices = problem.state, problem.prices
-    moved_s, fill = np.zeros(len(groups)), np.zeros(held.shape)
-    for at, group in enumerate(groups):
-        if state.span_kind[group] == 1:
-            moved_s[at] = _fill_uplinks(problem, group, held[at], fill[at])
-    layers_s = head_s = backward_s = slowest_s = 0.0
+    moved_s, fill = np.zeros(len(held)), np.zeros(held.shape)
+    for at in range(len(held)):
+        if state.span_kind[groups[at]] == 1:
+            moved_s[at] = _fill_uplinks(problem, groups[at], held[at], fill[at])
+    layers_s = outer_s = backward_s = slowest_s = 0.0
     for group in range(state.counts[GROUPS]):
         if state.home[group] != microbatch or (state.span_kind[group] >= PINNED and state.tokens[group] == 0.0):
             continue
-        moved = state.tokens[group]
-        for at in range(len(groups)):
+        load, moved, record = _load_of(state, group), state.tokens[group], _record(problem, group)
+        for at in range(len(held)):
             if groups[at] == group and moved_s[at] > 0.0:
                 moved *= max(_through_s(fill, at) / moved_s[at], 1.0)
-        passes_s = _passes_s(prices, _load_of(state, group), _record(problem, group), moved)
-        layers_s, head_s = max(layers_s, passes_s[0]), max(head_s, passes_s[1])
-        backward_s = max(backward_s, passes_s[2])
-        slowest_s = max(slowest_s, passes_s[0] + passes_s[1] + passes_s[2])
-    ahead_s = max(prices.ahead * backward_s - prices.ahead_s, 0.0)
+        first_s = _queued_pass_s(prices, load, record, moved)
+        second_s = _queued_pass_s(prices, load, record + 1, moved)
+        head = float(_head_s(prices.terms[record], load.tokens))
+        layers_s, outer_s = max(layers_s, first_s - head), max(outer_s, head)
+        backward_s, slowest_s = max(backward_s, second_s), max(slowest_s, first_s + second_s)
     busiest_s = 0.0
-    for node in range(len(problem.nodes)):
+    for node in range(len(problem.nodes) if np.count_nonzero(moved_s) > 1 else 0):
         busiest_s = max(busiest_s, fill[:, node].sum())
-    filled_s = prices.fills[2] + busiest_s + head_s if np.count_nonzero(moved_s) > 1 else 0.0
-    return max(slowest_s, filled_s, layers_s + head_s + backward_s - ahead_s)
+    filled_s = prices.fills[2] + busiest_s + outer_s if busiest_s > 0.0 else 0.0
+    ahead_s = max(prices.ahead * backward_s - prices.ahead_s, 0.0)
+    return max(slowest_s, filled_s, layers_s + outer_s + backward_s - ahead_s)
 
 
 @inner_with_arrays
@@ -209,7 +219,7 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
     """
     state = problem.state
     groups, count = np.empty(problem.prices.num_ranks, np.int64), 0
-    _set_pace(state, microbatch, ALONE)
+    state.pace[microbatch] = 0.0
     for group in range(state.counts[GROUPS]):
         if state.home[group] != microbatch:
             continue
@@ -233,7 +243,7 @@ def _place_groups(problem: SearchProblem, microbatch: int) -> float:
                     held[at] -= left
     state.counts[MOVES] += 1 + count * len(left) // 4
     seconds = _keep_pace(problem, microbatch, 0)
-    return max(seconds, _queued_s(problem, microbatch, groups[:count], held)) if queues else seconds
+    return max(seconds, _makespan_s(problem, microbatch, groups[:count], held)) if seconds < np.inf else seconds
 
 
 @inner

@@ -26,10 +26,8 @@ from rayfcp.plan.groups.kernels.state import (
     _move,
     _open,
     _open_pinned,
-    _pace,
     _reprice_or_close,
     _sequence,
-    _set_pace,
     _sum_s,
     links_of,
 )
@@ -74,8 +72,7 @@ def ruin(problem: SearchProblem, max_moves: int, saved: GroupState, seed: int) -
         empty = _first_empty(spans)
         aim = _aim(problem, spans[: state.counts[MICROBATCHES]], empty, dice, number)
         number += 1
-        state.spare[empty] = problem.prices.num_ranks
-        _set_pace(state, empty, _pace(state, aim.one))
+        state.spare[empty], state.pace[empty] = problem.prices.num_ranks, state.pace[aim.one]
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 8
         _copy(state, saved)
         if aim.other >= state.counts[MICROBATCHES]:
@@ -218,7 +215,7 @@ def _reinsert(problem: SearchProblem, at: int, aim: Aim, turn: int, level: bool)
 @inner
 def _reinsert_in(problem: SearchProblem, at: int, microbatch: int, target_s: float, level: bool) -> bool:
     """Into a group of a microbatch within the target: the emptiest or a new one, or as walks do."""
-    own, pace = _sequence(problem.batch, at), _pace(problem.state, microbatch)
+    own, pace = _sequence(problem.batch, at), problem.state.pace[microbatch]
     least = _least_degree(problem.prices, own, target_s, pace)
     if least == 0:
         return False

@@ -12,7 +12,7 @@ import numpy as np
 from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.cost.kernels.loops import descending
 from rayfcp.plan.groups.kernels.fill import _unite
-from rayfcp.plan.groups.kernels.price import ALONE, PINNED, Load, Prices, _minus, _plus, _price
+from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _minus, _plus, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, _keep_pace, place
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -26,10 +26,8 @@ from rayfcp.plan.groups.kernels.state import (
     _missing,
     _open,
     _open_pinned,
-    _pace,
     _reprice,
     _sequence,
-    _set_pace,
 )
 from rayfcp.values.arrays import Floats, Ints
 
@@ -58,7 +56,7 @@ def _permitted(problem: SearchProblem) -> Ints:
     prices = problem.prices
     degrees, count = np.arange(1, prices.num_ranks + 1), 0
     for degree in range(1, prices.num_ranks + 1):
-        if _price(prices, Load(0.0, 1.0, 1.0), degree, 0, ALONE) < math.inf:
+        if _price(prices, Load(0.0, 1.0, 1.0), degree, 0, 0.0) < math.inf:
             degrees[count] = degree
             count += 1
     return degrees[:count]
@@ -102,7 +100,7 @@ def _divide(problem: SearchProblem, target: int) -> bool:
             return False
         work = _work(problem, source)
     state.spare[source] = state.spare[target] = problem.prices.num_ranks
-    _set_pace(state, target, _pace(state, source))
+    state.pace[target] = state.pace[source]
     kept = gone = 0.0
     for group in descending(work):
         if work[group] > 0.0:
@@ -232,7 +230,7 @@ def _grown(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
                         _load_of(state, group),
                         degree,
                         state.span_kind[group],
-                        _pace(state, microbatch),
+                        state.pace[microbatch],
                     )
                     if seconds < best_s:
                         best, best_s, best_degree = group, seconds, degree
@@ -261,7 +259,7 @@ def _exact(problem: SearchProblem, microbatch: int, degrees: Ints) -> bool:
         for degree in degrees:
             if state.tokens[group] > degree * prices.max_tokens:
                 continue
-            seconds = _price(prices, _load_of(state, group), degree, 0, _pace(state, microbatch))
+            seconds = _price(prices, _load_of(state, group), degree, 0, state.pace[microbatch])
             for ranks in range(degree, prices.num_ranks + 1):
                 span_s = max(best[ranks - degree], seconds)
                 if span_s < after[ranks]:
@@ -399,6 +397,6 @@ def _sizes(problem: SearchProblem) -> Ints:
 def _fewest_ranks(prices: Prices, tokens: float) -> int:
     """The least permitted degree that holds so many tokens; more than all ranks if there is none."""
     for degree in range(max(math.ceil(tokens / prices.max_tokens), 1), prices.num_ranks + 1):
-        if _price(prices, Load(0.0, tokens, 1.0), degree, 0, ALONE) < math.inf:
+        if _price(prices, Load(0.0, tokens, 1.0), degree, 0, 0.0) < math.inf:
             return degree
     return prices.num_ranks + 1

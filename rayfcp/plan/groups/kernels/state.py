@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import inlined, inner, inner_with_arrays
-from rayfcp.plan.groups.kernels.price import ALONE, PINNED, Load, Pace, Prices, _minus, _plus, _price
+from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _minus, _plus, _price
 from rayfcp.values.arrays import Floats, Ints
 
 GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `GroupState.counts` counts: groups ever opened, microbatches, work done
@@ -27,7 +27,7 @@ class GroupState(NamedTuple):
     `span_kind[group]` is 1 where it spans nodes although it would fit in one, `PINNED` and above for a pinned group,
     whose ranks no other group may have, and which stays when it is empty. `spare[microbatch]`: ranks in no group,
     pinned ones apart;
-    `pace[microbatch]`: the fields of the `Pace` at which its groups' `seconds` are priced (`_price`)."""
+    `pace[microbatch]`: the share of forward at which its groups' `seconds` are priced (`_price`)."""
 
     owner: Ints
     home: Ints
@@ -82,7 +82,7 @@ def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
         sequences=np.zeros(groups),
         seconds=np.zeros(groups),
         spare=np.zeros(num_sequences + 2, np.int64),
-        pace=np.zeros((num_sequences + 2, len(ALONE))),
+        pace=np.zeros(num_sequences + 2),
         counts=np.zeros(3, np.int64),
     )
 
@@ -106,18 +106,6 @@ def _clear(problem: SearchProblem, num_microbatches: int) -> None:
     state = problem.state
     state.owner[:] = -1
     state.counts[GROUPS], state.counts[MICROBATCHES] = 0, num_microbatches
-
-
-@inlined
-def _pace(state: GroupState, microbatch: int) -> Pace:
-    pace = state.pace
-    return Pace(pace[microbatch, 0], pace[microbatch, 1], pace[microbatch, 2], pace[microbatch, 3])
-
-
-@inlined
-def _set_pace(state: GroupState, microbatch: int, pace: Pace) -> None:
-    state.pace[microbatch, 0], state.pace[microbatch, 1] = pace.layers, pace.head
-    state.pace[microbatch, 2], state.pace[microbatch, 3] = pace.backward, pace.ahead
 
 
 @inlined
@@ -189,7 +177,7 @@ def _reprice(problem: SearchProblem, group: int) -> None:
         _load_of(state, group),
         state.degree[group],
         state.span_kind[group],
-        _pace(state, state.home[group]),
+        state.pace[state.home[group]],
     )
 
 
@@ -212,7 +200,7 @@ def _copy(source: GroupState, target: GroupState) -> None:
         target.owner[at] = source.owner[at]
     for microbatch in range(source.counts[MICROBATCHES] + 1):
         target.spare[microbatch] = source.spare[microbatch]
-        _set_pace(target, microbatch, _pace(source, microbatch))
+        target.pace[microbatch] = source.pace[microbatch]
     target.counts[GROUPS], target.counts[MICROBATCHES] = source.counts[GROUPS], source.counts[MICROBATCHES]
     for group in range(source.counts[GROUPS]):
         target.home[group] = source.home[group]
