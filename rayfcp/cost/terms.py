@@ -107,10 +107,7 @@ def _with_states(
             states_s=np.nan_to_num(scan.s, posinf=0.0),
             apart=np.full_like(ranks, cost.scan.apart),
             shards_s=np.full_like(ranks, share * shards_s),
-            shared_s=shared * (1 - cost.scan.apart) * share * shards_s,
-            spare_s=(1 - shared) * (1 - cost.scan.apart) * share * shards_s,
-            before=np.full_like(ranks, before),
-            behind=np.full_like(ranks, by_heads / EXCHANGES),
+            **_meeting(shared, (1 - cost.scan.apart) * share * shards_s, before=before, by_heads=by_heads),
         )
         for terms, scan, share, before in zip(passes, scans, shares, befores, strict=True)
     )
@@ -145,19 +142,20 @@ def beside_shards(
     )
     shared, found = _shared(cost, crosses=crosses, by_heads=by_heads), []
     for terms, (shards_s, waits_s, edge, before) in zip(passes, sides, strict=True):
-        busy_s = max(shards_s - waits_s, 0.0)
-        shared_s = shared * busy_s
-        found.append(
-            terms._replace(
-                shards_s=np.full_like(ranks, shards_s),
-                shared_s=shared_s,
-                spare_s=busy_s - shared_s,
-                edge=np.full_like(ranks, edge),
-                before=np.full_like(ranks, before),
-                behind=np.full_like(ranks, by_heads / EXCHANGES),
-            )
-        )
+        met = _meeting(shared, max(shards_s - waits_s, 0.0), before=before, by_heads=by_heads)
+        found.append(terms._replace(shards_s=np.full_like(ranks, shards_s), edge=np.full_like(ranks, edge), **met))
     return found[0], found[1]
+
+
+def _meeting(shared: Floats, busy_s: float, *, before: float, by_heads: bool) -> dict[str, Floats]:
+    """Return the columns of how messages meet shards, which pass for `busy_s`, the share `shared` of it on the ports of
+    messages."""
+    return {
+        "shared_s": shared * busy_s,
+        "spare_s": (1 - shared) * busy_s,
+        "before": np.full_like(shared, before),
+        "behind": np.full_like(shared, by_heads / EXCHANGES),
+    }
 
 
 def _shared(cost: "CostModel", *, crosses: Bools, by_heads: bool) -> Floats:

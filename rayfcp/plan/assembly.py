@@ -182,7 +182,7 @@ def _priced(
         beside = [loads.named_s(ranks, cluster=cluster, cost=in_step, nodes=nodes) for ranks in ways]
 
     def makespan_s(way: int, passes_s: Floats, numbers: Sequence[int], *, last: bool) -> float:
-        filled_s = loads.filled_s(ways[way], numbers, cost=cost.in_step(last=last), nodes=nodes)
+        filled_s = loads.filled_s(ways[way], numbers, cost=cost, nodes=nodes, last=last)
         return cost.makespan_s(np.column_stack((passes_s[:, list(numbers)], idle_s)), filled_s=filled_s)
 
     timed = []
@@ -278,10 +278,14 @@ class _Loads:
         *,
         cost: CostModel,
         nodes: Sequence[Sequence[int]],
+        last: bool,
     ) -> float:
-        """Seconds in which the busiest uplink is filled while these drafts, a microbatch, are on these ranks."""
+        """Seconds in which the busiest uplink is filled while these drafts, a microbatch, are on these ranks; `last`:
+        of the step."""
+        if not cost.uplink_ranks:
+            return 0.0
         return filled_s(
-            cost,
+            cost.in_step(last=last),
             self.tokens[list(numbers)],
             ranks=[ranks[number] for number in numbers],
             primitives=[self.drafts[number].primitive for number in numbers],
