@@ -20,7 +20,7 @@ from rayfcp.baselines.static_cp import divisors
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.lengths import Batch, lengths_of
 from rayfcp.compare.planning import bound_s, by_prediction, mean_prediction, plan_timed, warm_up
-from rayfcp.compare.results import BatchFigures, Entry, Scene, averaged, check_size, measure, timeline_of
+from rayfcp.compare.results import BatchFigures, Entry, Scene, averaged, can_simulate, check_size, measure, timeline_of
 from rayfcp.compare.settings import Setting, by_heads, settings_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import device_hardware, device_model
@@ -360,13 +360,18 @@ def plan_chosen_timed(
     """Return the plan that a strategy chooses by simulation on the compared hardware, its programs if they were
     simulated, and the CPU seconds it took.
 
+    Plans that take too much memory to simulate are left out (`can_simulate`). If the plan with the least prediction is
+    one of them, it is returned without simulating any.
+
     Raises:
         InfeasiblePlanError: No strategy has a plan for this batch.
     """
     start_s = time.process_time()
     given: dict[str, Any] = {"cluster": setting.cluster, "cost": setting.cost, "options": options}
+    plans = plan_candidates(sequences, strategy=strategy, **given)
+    best = min(plans, key=lambda plan: plan.predicted_s)
     choice = choose(
-        plan_candidates(sequences, strategy=strategy, **given),
+        [plan for plan in plans if can_simulate(plan)] if can_simulate(best) else [best],
         strategy=strategy,
         lowered=lambda plan: lower(plan, sequences, reduce_every=setting.reduce_every),
         seconds=lambda programs: timeline_of(programs, setting=setting).iteration_s,

@@ -201,25 +201,36 @@ BYTES_PER_TRANSFER = 2000
 on a ring of 512 ranks, 2026-11-27."""
 
 
+def can_simulate(plan: BatchPlan) -> bool:
+    """Return whether simulating a plan takes at most `MOST_BYTES`."""
+    return _simulation_bytes(plan) <= MOST_BYTES
+
+
+def _simulation_bytes(plan: BatchPlan) -> int:
+    return _transfers(plan) * BYTES_PER_TRANSFER * plan.num_stages
+
+
+def _transfers(plan: BatchPlan) -> int:
+    found = 0
+    for each in plan.microbatches:
+        if each.layout is not None:
+            found += sum(len(step.transfers) for step in each.layout.rounds)
+        else:
+            rings = [group.degree for group in each.groups if group.primitive is Primitive.RING]
+            found += sum(degree * (degree - 1) for degree in rings)
+    return found
+
+
 def check_size(plan: BatchPlan) -> None:
     """
     Raises:
         InfeasiblePlanError: Simulating the plan would take more than `MOST_BYTES`.
     """
-    transfers = 0
-    for each in plan.microbatches:
-        if each.layout is not None:
-            transfers += sum(len(step.transfers) for step in each.layout.rounds)
-        else:
-            transfers += sum(
-                group.degree * (group.degree - 1) for group in each.groups if group.primitive is Primitive.RING
-            )
-    needed = transfers * BYTES_PER_TRANSFER * plan.num_stages
-    if needed > MOST_BYTES:
+    if not can_simulate(plan):
         raise InfeasiblePlanError(
-            f"simulating it takes {needed / GIB:.1f} GiB, for {transfers} transfers of keys and values on "
-            f"{plan.num_stages} stages, compare has {MOST_BYTES / GIB:.0f}; use fewer --devices or a smaller "
-            "--global-batch, or leave the strategy out of --strategies"
+            f"simulating it takes {_simulation_bytes(plan) / GIB:.1f} GiB, for {_transfers(plan)} transfers of keys "
+            f"and values on {plan.num_stages} stages, compare has {MOST_BYTES / GIB:.0f}; use fewer --devices or a "
+            "smaller --global-batch, or leave the strategy out of --strategies"
         )
 
 

@@ -8,10 +8,13 @@ import pytest
 import rayfcp
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import given_layout
-from rayfcp.compare.layouts import LayoutCandidate, LayoutSearch, Trial, best_setting
+from rayfcp.compare.layouts import LayoutCandidate, LayoutSearch, Trial, best_setting, plan_chosen_timed
 from rayfcp.compare.lengths import lengths_of
 from rayfcp.compare.planning import OPTIONS
+from rayfcp.compare.results import BYTES_PER_TRANSFER, _transfers, timeline_of
 from rayfcp.compare.settings import Setting
+from rayfcp.plan.batch import plan_candidates
+from rayfcp.program import Programs
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 
 
@@ -77,3 +80,29 @@ def test_predictions_decide_without_simulations(monkeypatch: pytest.MonkeyPatch)
     assert best_setting("flex-ring", found) == least
     monkeypatch.setattr(LayoutCandidate, "simulated", None)
     assert best_setting("flex-ring", candidate(recompute_layers=60)).recomputed_layers == 60
+
+
+def test_plans_too_large_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan with the least prediction is returned if it is one of them."""
+    simulated_plans: list[str] = []
+
+    def timeline(programs: Programs, *, setting: Setting) -> Any:
+        simulated_plans.append(programs.plan_hash)
+        return timeline_of(programs, setting=setting)
+
+    found = candidate(model="qwen3-1.7b", max_seqlen=4096, global_batch=16, recompute_layers=0)
+    setting, (batch,) = found.settings[0], found.case.batches
+    plans = plan_candidates(
+        batch, strategy="flex-ring", cluster=setting.cluster, cost=setting.cost, options=found.case.options
+    )
+    best = min(plans, key=lambda plan: plan.predicted_s)
+    large = max((plan for plan in plans if plan != best), key=_transfers)
+    assert sum(_transfers(plan) == _transfers(large) > _transfers(best) for plan in plans) == 1
+    monkeypatch.setattr("rayfcp.compare.layouts.timeline_of", timeline)
+    for most, left in ((_transfers(large), 0), (_transfers(large) - 1, 1), (-1, len(plans))):
+        monkeypatch.setattr("rayfcp.compare.results.MOST_BYTES", most * BYTES_PER_TRANSFER)
+        simulated_plans.clear()
+        plan, _, _ = plan_chosen_timed(batch, strategy="flex-ring", setting=setting, options=found.case.options)
+        assert len(simulated_plans) == len(plans) - left
+        assert left == 0 or plan.microbatches != large.microbatches
+    assert plan.predicted_s == best.predicted_s
