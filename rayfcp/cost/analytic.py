@@ -441,6 +441,6 @@ def inter_bandwidth(hardware: HardwareProfile, *, senders: int = 0) -> float:
 
 
 def uplink_ranks(hardware: HardwareProfile) -> float:
-    """Number of ranks that a node's uplink carries at the full rate of their own links; 0 if it carries all."""
+    """Return how many ranks a node's uplink carries at the rate that one alone has; 0 if it carries all."""
     ranks = hardware.node_uplink_bandwidth / hardware.inter_node_bandwidth
-    return ranks if ranks < hardware.devices_per_node else 0.0
+    return max(ranks, 1.0) if 0.0 < ranks < hardware.devices_per_node else 0.0

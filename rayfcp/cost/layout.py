@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,8 @@ from rayfcp.cost.analytic import ATTENTION_BACKWARD, EXPANSION_BACKWARD
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.scans import ScanCost
-from rayfcp.cost.terms import EXCHANGES, scans_of
+from rayfcp.cost.terms import EXCHANGES, scans_of, shared_with_shards
+from rayfcp.cost.uplinks import fills_uplink
 from rayfcp.cost.work import LayoutWork, layout_work
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
@@ -28,7 +29,8 @@ class Rounds(NamedTuple):
     `work_s[run, phase]`: attention of all passes. Round r, which is in flight in phase `phase[r]`, has the transfers
     `bounds[r]` to `bounds[r + 1]`; `moved_s` by transfer, and the latency `latency_s` of each, are of all passes;
     `across`: a transfer goes between nodes (1) or stays inside one (0). `exchange_s[run]`: exchanges of all passes
-    among the `heads` ranks of a run.
+    among the `heads` ranks of a run. `node[run]`: the node of its first rank. `uplink_s`: seconds in which a transfer
+    of all passes fills the uplink of the sender's node and that of the receiver's, 0 where these carry all ranks.
     """
 
     work_s: Floats
@@ -42,6 +44,26 @@ class Rounds(NamedTuple):
     exchange_s: Floats
     heads: int
     overlap: float
+    node: Ints
+    uplink_s: Floats
+
+    def busiest_s(self, keys: float, gradients: float) -> tuple[float, float, float]:
+        """Seconds in which the shares `keys` of transfers, and `gradients` the way back, fill the busiest port inside a
+        node, the busiest one between nodes, and the busiest uplink."""
+        runs, nodes = (self.source, self.target), (self.node[self.source], self.node[self.target])
+        inside_s, across_s = self.moved_s * (1 - self.across), self.moved_s * self.across
+
+        def most_s(ends: tuple[Ints, Ints], seconds: Floats) -> float:
+            count = len(self.node)
+            out_s, in_s = (np.bincount(each, seconds, minlength=count) for each in ends)
+            return float(np.maximum(keys * out_s + gradients * in_s, keys * in_s + gradients * out_s).max())
+
+        return most_s(runs, inside_s), most_s(runs, across_s), most_s(nodes, self.uplink_s)
+
+    def slowed(self, times: Floats) -> "Rounds":
+        """Rounds whose transfers take `times` as long inside nodes, between nodes, and on uplinks."""
+        moved_s = self.moved_s * np.where(self.across == 1, times[1], times[0])
+        return self._replace(moved_s=moved_s, uplink_s=self.uplink_s * times[2])
 
 
 class Pass(NamedTuple):
@@ -117,47 +139,81 @@ def layout_passes(
     forward_s, backward_s = passes_s(rounds, linear_s, hold=hold, cost=cost)
     exchanges = EXCHANGES * (layout.heads > 1)
     host_s = cost.host_s + (len(np.unique(rounds.phase)) + exchanges) * cost.host_s_per_round
-    shown_s = _beside_shards(rounds, (forward_s, backward_s), num_tokens=max(work.tokens.tolist()), cost=cost)
+    tokens = max((work.tokens / speeds_of(cluster)).tolist())
+    sizes: dict[str, Any] = {"linear_s": linear_s, "num_tokens": tokens, "hold": hold}
+    shown_s = _beside_shards(rounds, (forward_s, backward_s), cost=cost, **sizes)
     forward_s = max(shown_s[0], cost.linear_forward * host_s)
     backward_s = max(shown_s[1], (1 - cost.linear_forward) * host_s)
     states_s = _states_s(layout, cluster=cluster, cost=cost)
     return forward_s + states_s[0], backward_s + states_s[1]
 
 
+class _Side(NamedTuple):
+    """One pass beside its shards.
+
+    `moved_s`: seconds in which transfers fill the busiest port inside a node, the busiest one between nodes, and the
+    busiest uplink; `before_s`: linear layers that compute before them; `outer_s`: head and what comes before the
+    layers; `edge`: fraction of the layers that shards cannot hide behind; `shards_s`: seconds of shards, `busy_s` of
+    them on links.
+    """
+
+    moved_s: tuple[float, float, float]
+    before_s: float
+    outer_s: float
+    edge: float
+    shards_s: float
+    busy_s: float
+
+
+def _sides(rounds: Rounds, *, num_tokens: float, cost: CostModel) -> tuple[_Side, _Side]:
+    """Forward and backward of a rank with `num_tokens`."""
+    keys, returned, before, outer_s = cost.ring_forward, cost.ring_returned, cost.before_attention, cost.fixed_outer
+    linear_s, outer_s = cost.linear_s_per_token * num_tokens + cost.fixed_s, outer_s * cost.fixed_s
+    head_s = cost.linear_forward * outer_s + cost.head_s_per_token * num_tokens
+    back, outer_s = 1 - cost.linear_forward, (1 - cost.linear_forward) * outer_s
+    forward = _Side(
+        moved_s=rounds.busiest_s(keys, 0.0),
+        before_s=before * (cost.linear_forward * linear_s - head_s),
+        outer_s=head_s,
+        edge=cost.ahead,
+        shards_s=cost.beside_forward_s,
+        busy_s=max(cost.beside_forward_s - cost.waits_forward_s, 0.0),
+    )
+    backward = _Side(
+        moved_s=rounds.busiest_s(1 - keys - returned, returned),
+        before_s=(1 - before) * (back * linear_s - outer_s),
+        outer_s=outer_s,
+        edge=0.0,
+        shards_s=cost.beside_backward_s,
+        busy_s=max(cost.beside_backward_s - cost.waits_backward_s, 0.0),
+    )
+    return forward, backward
+
+
 def _beside_shards(
-    rounds: Rounds, usual_s: tuple[float, float], *, num_tokens: int, cost: CostModel
+    rounds: Rounds, usual_s: tuple[float, float], *, linear_s: Floats, num_tokens: float, hold: int, cost: CostModel
 ) -> tuple[float, float]:
-    """Seconds of forward and backward on links that carry shards, as groups have them (`group_time.recurrent_s`)."""
+    """Seconds of forward and backward on links that carry shards, as groups have them (`group_time.recurrent_s`).
+
+    Transfers take longer by what shards put them off, and no pass takes less than transfers and shards together on the
+    busiest uplink.
+    """
     if not cost.beside_forward_s + cost.beside_backward_s:
         return usual_s
-    inside, across = (
-        float(np.bincount(rounds.source, rounds.moved_s * (rounds.across == each), minlength=1).max())
-        for each in (0, 1)
-    )
-    keys, before, outer_s = cost.ring_forward, cost.before_attention, cost.fixed_outer * cost.fixed_s
-    head_s = cost.linear_forward * outer_s + cost.head_s_per_token * num_tokens
-    linear_s = cost.linear_s_per_token * num_tokens + cost.fixed_s
-    sides = (
-        (keys, cost.linear_forward, head_s, before, cost.ahead, cost.beside_forward_s, cost.waits_forward_s),
-        (
-            1 - keys,
-            1 - cost.linear_forward,
-            (1 - cost.linear_forward) * outer_s,
-            1 - before,
-            0.0,
-            cost.beside_backward_s,
-            cost.waits_backward_s,
-        ),
-    )
+    ports = shared_with_shards(cost, crosses=np.array((False, True)), by_heads=False)
+    shares = np.append(ports, cost.shards_across)
     found = []
-    for pass_s, (moved, linear, own_s, before_share, edge, shards_s, waits_s) in zip(usual_s, sides, strict=True):
-        busy_s, computed_s = max(shards_s - waits_s, 0.0), before_share * (linear * linear_s - own_s)
-        put_off_s = 0.0
-        for moved_s, shared in ((moved * inside, cost.shards_inside), (moved * across, 1.0)):
-            late_s = min(moved_s, max(shared * busy_s - computed_s, 0.0))
-            put_off_s = max(put_off_s, late_s - (1 - shared) * busy_s)
-        layers_s = pass_s - own_s
-        found.append(own_s + max(layers_s, shards_s + put_off_s + edge * min(layers_s, shards_s)))
+    for number, side in enumerate(_sides(rounds, num_tokens=num_tokens, cost=cost)):
+        moved_s, left_s = np.array(side.moved_s), np.maximum(shares * side.busy_s - side.before_s, 0.0)
+        late_s = np.minimum(moved_s, left_s)
+        slowed = rounds.slowed(1 + late_s / np.where(moved_s, moved_s, 1.0))
+        slowed_s = passes_s(slowed, linear_s, hold=hold, cost=cost)[number]
+        layers_s = min(slowed_s, usual_s[number] + late_s.max()) - side.outer_s
+        if moved_s[2]:
+            layers_s = max(layers_s, (shares * side.busy_s + moved_s)[2])
+        put_off_s = np.maximum(late_s - (1 - shares) * side.busy_s, 0.0).max()
+        beside_s = side.shards_s + put_off_s + side.edge * min(layers_s, side.shards_s)
+        found.append(side.outer_s + float(max(layers_s, beside_s)))
     return found[0], found[1]
 
 
@@ -214,10 +270,11 @@ def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Floats) -> flo
     from rayfcp.cost.kernels.passes import finish_s
 
     here, ends = np.zeros_like(linear_s), [0.0]
+    uplinks = np.zeros((2, rounds.node.max() + 1, 3))
     for _ in range(LAYERS):
         done = here
         for each in passes:
-            done = finish_s(rounds, each, done)
+            done = finish_s(rounds, each, done, uplinks)
         here = np.maximum(done + linear_s, here.max())
         ends.append(float(here.max()))
     return (ends[-1] - ends[1]) / (LAYERS - 1)
@@ -233,6 +290,7 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     own_s = per_pair_s * (work.own_pairs + half * work.own_sides) / speeds
     expanded_s = (1 + EXPANSION_BACKWARD) * cost.expansion_s_per_token / layout.heads * work.moved_tokens
     brought_s = (per_pair_s * (work.pairs + half * work.sides) + expanded_s) / speeds[work.target]
+    moved_s = cost.kv_share(layout.heads) * hop_s * work.moved_tokens
     tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)  # as if all held those of the fullest
     return Rounds(
         work_s=_phases_s(layout, phase=phase_of(work.round), work=work, own_s=own_s, brought_s=brought_s),
@@ -241,11 +299,13 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
         source=work.source,
         target=work.target,
         across=across.astype(np.int64),
-        moved_s=cost.kv_share(layout.heads) * hop_s * work.moved_tokens,
+        moved_s=moved_s,
         latency_s=float(cost.ring_s_per_round),
         exchange_s=cost.exchanges_s(tokens, degree=layout.heads, crosses=(nodes != nodes[:, :1]).any(axis=1)),
         heads=layout.heads,
         overlap=float(cost.overlap),
+        node=nodes[:, 0].copy(),
+        uplink_s=layout.heads * fills_uplink(cost)[0] * across * moved_s,
     )
 
 

@@ -80,7 +80,7 @@ class CostModel:
     times the keys and values. Each token then takes 1 + (a - 1) x `kv_growth` of the memory of a token (`room`). 0 with
     stages, whose bytes are counted (`PipelineCost.layer_bytes`).
 
-    `uplink_ranks`: number of ranks that a node's uplink carries at the full rate of their own links between nodes; 0 if
+    `uplink_ranks`: number of ranks that a node's uplink carries at the rate that one alone has between nodes; 0 if
     it carries all of them. Groups of one microbatch queue for it (`rayfcp.cost.uplinks`).
 
     Host: it enqueues all layers in `host_s`, and every further round of a ring and every exchange of heads in

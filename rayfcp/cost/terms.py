@@ -97,7 +97,7 @@ def _with_states(
     shards_s = 0.0 if cost.pipeline else max(cost.shard_s - cost.exposed_s, 0.0)
     shares = cost.linear_forward, 1 - cost.linear_forward
     befores = cost.before_attention, 1 - cost.before_attention
-    shared = _shared(cost, crosses=crosses, by_heads=by_heads)
+    shared = shared_with_shards(cost, crosses=crosses, by_heads=by_heads)
     forward, backward = (
         terms._replace(
             linear_s_per_token=terms.linear_s_per_token + scan.computed_s_per_token,
@@ -140,7 +140,7 @@ def beside_shards(
         (cost.beside_forward_s, cost.waits_forward_s, cost.ahead, cost.before_attention),
         (cost.beside_backward_s, cost.waits_backward_s, 0.0, 1 - cost.before_attention),
     )
-    shared, found = _shared(cost, crosses=crosses, by_heads=by_heads), []
+    shared, found = shared_with_shards(cost, crosses=crosses, by_heads=by_heads), []
     for terms, (shards_s, waits_s, edge, before) in zip(passes, sides, strict=True):
         met = _meeting(shared, max(shards_s - waits_s, 0.0), before=before, by_heads=by_heads)
         found.append(terms._replace(shards_s=np.full_like(ranks, shards_s), edge=np.full_like(ranks, edge), **met))
@@ -158,9 +158,11 @@ def _meeting(shared: Floats, busy_s: float, *, before: float, by_heads: bool) ->
     }
 
 
-def _shared(cost: "CostModel", *, crosses: Bools, by_heads: bool) -> Floats:
-    """Share of the time of shards in which they use links that messages wait for. A message between nodes also passes
-    links inside, which it needs for less of its time."""
+def shared_with_shards(cost: "CostModel", *, crosses: Bools, by_heads: bool) -> Floats:
+    """Return the share of the time of shards in which they use links that messages wait for.
+
+    A message between nodes also passes links inside, which it needs for less of its time.
+    """
     intra_s, inter_s = (
         (cost.ulysses_intra_s_per_token, cost.ulysses_inter_s_per_token)
         if by_heads

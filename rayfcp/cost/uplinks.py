@@ -126,4 +126,4 @@ def fills_uplink(cost: "CostModel") -> tuple[float, float]:
     """
     if not cost.uplink_ranks:
         return 0.0, 0.0
-    return min(1.0, 1 / cost.uplink_ranks), min(1 / cost.uplink_ranks, 1 / cost.ranks_per_node)
+    return 1 / cost.uplink_ranks, min(1 / cost.uplink_ranks, 1 / cost.ranks_per_node)

@@ -64,6 +64,7 @@ def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[Clust
         linear_s_per_token=cost.linear_s_per_token / heads,
         ring_intra_s_per_token=cost.ring_intra_s_per_token * moved,
         ring_inter_s_per_token=cost.ring_inter_s_per_token * moved,
+        uplink_ranks=cost.uplink_ranks / heads,
     )
 
 

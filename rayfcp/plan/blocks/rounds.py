@@ -10,6 +10,7 @@ from rayfcp.config.models import BlockOptions
 from rayfcp.cost.kernels.flow import Flow, finish_s, phases_of
 from rayfcp.cost.layout import Rounds, passes_s
 from rayfcp.cost.model import CostModel
+from rayfcp.cost.uplinks import fills_uplink
 from rayfcp.plan.blocks.distributor import Pieces, Pool, loads_of
 from rayfcp.plan.blocks.kernels.edge_coloring import Graph, Preferences, edge_coloring, max_degree
 from rayfcp.plan.blocks.kernels.traffic import Messages, Needs, fill_needs, number_messages
@@ -261,16 +262,20 @@ def _columns(
 ) -> Rounds:
     """The schedule as `rayfcp.cost.layout.layout_s` prices it, without exchanges of heads."""
     flow = _flow(traffic, found.order, rounds=rounds, pacing=pacing)
+    across = (node[flow.source] != node[flow.target]).astype(np.int64)
+    moved_s = flow.moved_s - cost.ring_s_per_round
     return Rounds(
         work_s=phases_of(flow),
         phase=pacing.phase_of(np.arange(found.num_rounds)),
         bounds=found.bounds,
         source=flow.source,
         target=flow.target,
-        across=(node[flow.source] != node[flow.target]).astype(np.int64),
-        moved_s=flow.moved_s - cost.ring_s_per_round,
+        across=across,
+        moved_s=moved_s,
         latency_s=float(cost.ring_s_per_round),
         exchange_s=np.zeros(traffic.num_ranks),
         heads=1,
         overlap=float(cost.overlap),
+        node=node,
+        uplink_s=fills_uplink(cost)[0] * across * moved_s,
     )
