@@ -1,6 +1,7 @@
 """Predicted against simulated seconds of plans, and `flex-ring` against the narrower families that it contains.
 
     python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --tensor-parallel 1 4 --families
+    python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --strategy flex-block --most-ranks 64
 
 Cases are those of `ablation.py`, on each profile of hardware and with each number of tensor-parallel devices. A line by
 profile: mean and largest error of the prediction, of the simulated time; in how many cases a narrower family is
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--hardware", nargs="+", default=[each for each in HARDWARE if each != "cpu"])
     parser.add_argument("--tensor-parallel", nargs="+", type=int, choices=SIZES, default=[1])
+    parser.add_argument("--strategy", default="flex-ring")
+    parser.add_argument("--most-ranks", type=int, default=256, help="leave larger cases out")
     parser.add_argument("--families", action="store_true", help="plan the narrower families too")
     parser.add_argument("--worst", type=int, default=0, help="name so many cases with the largest errors")
     args = parser.parse_args()
@@ -44,8 +47,10 @@ def main() -> None:
 def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:
     errors, behind = [], []
     for case in cases:
+        if case.cluster.num_ranks > args.most_ranks:
+            continue
         try:
-            plan = _plan(case, "flex-ring")
+            plan = _plan(case, args.strategy)
         except InfeasiblePlanError:
             continue
         simulated_s = case.simulated_s(plan)

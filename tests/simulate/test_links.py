@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import numba
+import numpy as np
 import pytest
 
 from rayfcp.config.constraints import HostConstraints
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import collective_s, device_hardware, device_model, inter_bandwidth, parameter_s
+from rayfcp.cost.kernels.passes import _queue
+from rayfcp.cost.layout import layout_s
 from rayfcp.cost.profiles import HARDWARE, MODELS
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.simulate.machine import machine_of
@@ -17,6 +21,7 @@ from tests.masks import specs
 from tests.simulate.helpers import MODEL, cost_of, machine, plan_of
 
 BROAD = dataclasses.replace(MODEL, vocab_size=20_000)
+enqueued = numba.njit(lambda *given: _queue(*given))  # noqa: PLW0108
 SIZES = {"bytes_per_element": 2, "reduce_every": "microbatch"}
 
 
@@ -136,3 +141,30 @@ def test_shards_on_narrow_links_hide_neither_behind_the_head_nor_behind_messages
     off, off_before = (abs(each.predicted_s / timeline.iteration_s - 1) for each in (plan, alone))
     assert off < 0.03 and off < off_before / 2
     assert plan.lower_bound_s == alone.lower_bound_s <= timeline.iteration_s
+
+
+@pytest.mark.parametrize("strategy", ["flex-block", "magi"])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_queue_for_the_uplink_of_their_node(seed: int, strategy: str) -> None:
+    """Sixteen ranks on nodes of four, whose uplinks carry one rank, beside shards that fill the links too."""
+    hardware, rng = machine(node_uplink_bandwidth=2e4, inter_node_bandwidth=2e4), np.random.default_rng(seed)
+    cost = cost_of(hardware, num_ranks=16, model=MODEL)
+    sequences = specs(np.sort(rng.integers(50, 6000, 20))[::-1].tolist())
+    cluster = ClusterSpec(num_ranks=16, max_tokens_per_rank=2500)
+    plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy)
+    simulated_s = simulate_plan(plan, sequences, model=MODEL, hardware=hardware).iteration_s
+    assert simulated_s == pytest.approx(plan.predicted_s, rel=0.1)
+    by_id = {each.id: each for each in sequences}
+    alone = [
+        layout_s(each.layout, by_id=by_id, cluster=cluster, cost=dataclasses.replace(cost, uplink_ranks=0.0))
+        for each in plan.microbatches
+    ]
+    assert cost.batch_s(alone) < 0.8 * simulated_s
+
+
+def test_transfers_take_the_gap_that_later_ones_left() -> None:
+    queue = np.zeros(3)
+    ends = [enqueued(queue, begin, 2.0) for begin in (0.0, 10.0, 3.0, 3.0, 6.0, 11.0)]
+    assert ends == [2.0, 12.0, 5.0, 7.0, 9.0, 14.0]
+    assert enqueued(queue, 8.5, 1.0) == 10.0, "it ends where the gap does"
+    assert enqueued(queue, 0.0, 0.5) == 14.5, "the gap is used up to its end"
