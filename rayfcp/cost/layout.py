@@ -196,7 +196,7 @@ def _beside_shards(
     """Seconds of forward and backward on links that carry shards, as groups have them (`group_time.recurrent_s`).
 
     Transfers take longer by what shards put them off, and no pass takes less than transfers and shards together on the
-    busiest uplink.
+    busiest uplink. Stages of a pipeline wait for their shards apart from that.
     """
     if not cost.beside_forward_s + cost.beside_backward_s:
         return usual_s
@@ -213,7 +213,7 @@ def _beside_shards(
             layers_s = max(layers_s, (shares * side.busy_s + moved_s)[2])
         put_off_s = np.maximum(late_s - (1 - shares) * side.busy_s, 0.0).max()
         beside_s = side.shards_s + put_off_s + side.edge * min(layers_s, side.shards_s)
-        found.append(side.outer_s + float(max(layers_s, beside_s)))
+        found.append(side.outer_s + float(layers_s if cost.pipeline else max(layers_s, beside_s)))
     return found[0], found[1]
 
 

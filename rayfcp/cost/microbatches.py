@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.analytic import EXPANSION_BACKWARD
-from rayfcp.cost.kernels.group_time import overlapped_s
+from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, speeds_of
 from rayfcp.cost.placement import node_of_ranks
+from rayfcp.cost.terms import meeting, shared_with_shards
 from rayfcp.values import ClusterSpec, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Bools, Floats, Ints
 
@@ -50,11 +51,12 @@ class Chunks(NamedTuple):
 
 class Passes(NamedTuple):
     """Seconds of a forward and of a backward pass of all layers on one stage, without recomputation, tokens of the
-    fullest rank, and the speed of the slowest, by microbatch."""
+    fullest rank, how shards put off messages, and the speed of the slowest rank, by microbatch."""
 
     forward_s: Floats
     backward_s: Floats
     rank_tokens: Floats
+    put_off_s: Floats
     speed: Floats | float = 1.0
 
     def head_s(self, cost: CostModel) -> tuple[Floats, Floats]:
@@ -94,13 +96,50 @@ def chunk_passes(
     ring = primitive is Primitive.RING
     extra = cost.attention_half_tokens * chunks.sides * (degree if ring else 1)
     moved = chunks.tokens + chunks.context if ring else chunks.tokens
-    forward_s, backward_s = (
-        terms.seconds(chunks.pairs + extra, chunks.tokens, moved_tokens=moved)
-        for terms in cost.terms(degree, primitive=primitive, crosses=crosses)
+    terms = cost.terms(degree, primitive=primitive, crosses=crosses)
+    forward_s, backward_s = (each.seconds(chunks.pairs + extra, chunks.tokens, moved_tokens=moved) for each in terms)
+    across = degree > cost.ranks_per_node if crosses is None else crosses
+    put_off_s = _put_off_s(
+        terms, chunks.pairs + extra, chunks.tokens, moved, cost=cost, crosses=across, by_heads=not ring
     )
     expanded_s = cost.expansion_s_per_token * chunks.context / (1 if ring else degree)
     forward_s, backward_s = forward_s + expanded_s, backward_s + EXPANSION_BACKWARD * expanded_s
-    return Passes(forward_s, backward_s, np.ceil(chunks.tokens / degree)).without_recomputation(cost)
+    passes = Passes(forward_s, backward_s, np.ceil(chunks.tokens / degree), put_off_s)
+    return passes.without_recomputation(cost)
+
+
+def _put_off_s(
+    passes: tuple[Terms, Terms],
+    pairs: Floats,
+    tokens: Floats,
+    moved: Floats,
+    *,
+    cost: CostModel,
+    crosses: Bools | bool,
+    by_heads: bool,
+) -> Floats:
+    """`[kind, microbatch]`: seconds by which all layers take longer since their messages share ports with the gathers
+    of a forward pass, those of a backward pass, and the reductions of one."""
+    shared = shared_with_shards(cost, crosses=np.asarray(crosses), by_heads=by_heads)
+    back, (gathered_s, again_s, reduced_s) = 1 - cost.before_attention, _shards_s(cost)
+
+    def later_s(terms: Terms, busy_s: float, before: float) -> Floats:
+        met = terms._replace(**meeting(shared, busy_s, before=before, by_heads=by_heads))
+        return met.put_off_s(pairs, tokens, moved)
+
+    first_s, both_s = later_s(passes[1], again_s, back), later_s(passes[1], again_s + reduced_s, back)
+    return np.array((later_s(passes[0], gathered_s, cost.before_attention), first_s, both_s - first_s))
+
+
+def _shards_s(cost: CostModel) -> tuple[float, float, float]:
+    """Seconds in which shards of all stages fill links in a forward pass, in a backward pass, and in its reductions."""
+    assert cost.pipeline is not None, "stages have a cost"
+    traffic, again = cost.pipeline.traffic, cost.pipeline.gather_every == "microbatch"
+    return (
+        sum(max(each.forward_s - each.exposed_s - each.waits_s, 0.0) for each in traffic),
+        sum(again * max(each.backward_s - each.backward_exposed_s - each.waits_s, 0.0) for each in traffic),
+        sum(max(each.reduced_s - each.reduced_exposed_s - each.reduced_waits_s, 0.0) for each in traffic),
+    )
 
 
 class StageBytes(NamedTuple):
@@ -191,12 +230,15 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
 
 class StageTimes(NamedTuple):
     """`forward_s[stage, microbatch]` and `backward_s`, without recomputation; `layer_s[microbatch]`: seconds by which
-    each recomputed layer makes a backward pass longer; `transfer_s[microbatch]`: from one stage to the next."""
+    each recomputed layer makes a backward pass longer; `transfer_s[microbatch]`: from one stage to the next;
+    `put_off_s[kind, stage, microbatch]`: by which messages take longer beside the gathers of a forward pass, those of a
+    backward pass, and the reductions of one."""
 
     forward_s: Floats
     backward_s: Floats
     layer_s: Floats
     transfer_s: Floats
+    put_off_s: Floats
 
     def part(self, start: int, stop: int) -> "StageTimes":
         """Microbatches `[start, stop)`."""
@@ -234,6 +276,7 @@ def computed_times(passes: Passes, *, cost: CostModel) -> StageTimes:
         backward_s=share * (passes.backward_s - head_backward_s) + last * head_backward_s,
         layer_s=passes.layer_s(cost),
         transfer_s=pipeline.transfer_s + pipeline.transfer_s_per_token * passes.rank_tokens,
+        put_off_s=share * passes.put_off_s[:, None],
     )
 
 
@@ -246,14 +289,14 @@ def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Bools, reduc
     gathered, reduced = gathered | again, reduced | (pipeline.reduce_every == "microbatch")
     columns = np.array([dataclasses.astuple(each) for each in pipeline.traffic]).T[:, :, None]
     gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s, *_ = columns
+    forward_s = overlapped_s(times.forward_s, gathered * gather_s, gathered * shown_s, cost.overlap)
+    moved_s, shown_s = (
+        again * first + reduced * second for first, second in ((back_s, reduce_s), (back_shown_s, reduce_shown_s))
+    )
+    backward_s = overlapped_s(times.backward_s, moved_s, shown_s, cost.overlap)
+    beside_s, again_s, reduced_s = times.put_off_s
     return times._replace(
-        forward_s=overlapped_s(times.forward_s, gathered * gather_s, gathered * shown_s, cost.overlap),
-        backward_s=overlapped_s(
-            times.backward_s,
-            again * back_s + reduced * reduce_s,
-            again * back_shown_s + reduced * reduce_shown_s,
-            cost.overlap,
-        ),
+        forward_s=forward_s + gathered * beside_s, backward_s=backward_s + again * again_s + reduced * reduced_s
     )
 
 
@@ -272,7 +315,7 @@ class WholeCosts:
 class _Loads(NamedTuple):
     """By group: seconds of all layers; tokens of its fullest rank, those whose keys and values the rank has while it
     computes (in shares of all heads), and those whose keys and values come to it at a time; the speed of its slowest
-    rank; whether its ranks share out heads."""
+    rank; whether its ranks share out heads; seconds by kind as of `Passes.put_off_s`."""
 
     forward_s: Floats
     backward_s: Floats
@@ -281,6 +324,9 @@ class _Loads(NamedTuple):
     brought: Floats
     speed: Floats
     by_heads: Floats
+    gathers_s: Floats
+    again_s: Floats
+    reduces_s: Floats
 
 
 def whole_costs(
@@ -300,7 +346,7 @@ def whole_costs(
         rows.append(load(list(some), by_id=by_id, cluster=cluster, cost=cost))
     loads = _Loads(*(np.concatenate(columns) for columns in zip(*rows, strict=True)))
     first = np.cumsum(counts) - counts
-    passes = Passes(loads.forward_s, loads.backward_s, loads.tokens, loads.speed)
+    passes = Passes(loads.forward_s, loads.backward_s, loads.tokens, np.array(loads[-3:]), loads.speed)
     groups = computed_times(passes.without_recomputation(cost), cost=cost)
     tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:5])
     by_heads = np.maximum.reduceat(loads.by_heads, first)
@@ -335,22 +381,19 @@ def _of_groups(
     crosses = np.array([len({nodes[rank] for rank in group.ranks}) > 1 for group in groups])
     speeds = group_speeds([group.ranks for group in groups], cluster=cluster)
     by_heads = np.array([group.primitive is Primitive.ULYSSES and group.degree > 1 for group in groups])
-    passes_s = np.empty((3, len(groups)))
+    passes_s, put_off_s = np.empty((2, len(groups))), np.empty((3, len(groups)))
     for primitive, at in ((Primitive.RING, ~by_heads), (Primitive.ULYSSES, by_heads)):
         if at.any():
-            passes_s[:, at] = cost.passes_s(
-                pairs[at],
-                tokens[at],
-                degree=degrees[at],
-                primitive=primitive,
-                crosses=crosses[at],
-                speed=speeds[at],
-                num_sequences=counts[at],
-            )
+            terms = cost.terms(degrees[at], primitive=primitive, crosses=crosses[at], speed=speeds[at])
+            given = pairs[at], tokens[at]
+            passes_s[:, at] = [each.seconds(*given, num_sequences=counts[at]) for each in terms]
+            by, across = primitive is Primitive.ULYSSES, crosses[at]
+            put_off_s[:, at] = _put_off_s(terms, *given, tokens[at], cost=cost, crosses=across, by_heads=by)
     held = np.ceil(tokens / degrees)
     shared = np.where(by_heads, np.maximum(1 / degrees, 1 / cost.num_kv_heads), 1 / degrees)
     attended = np.maximum(np.ceil(tokens * shared), held)
-    return _Loads(passes_s[:2].sum(axis=0), passes_s[2], held, attended, attended, speeds, by_heads.astype(np.float64))
+    columns = (held, attended, attended, speeds, by_heads.astype(np.float64))
+    return _Loads(passes_s[0], passes_s[1], *columns, *put_off_s)
 
 
 def _of_layouts(
@@ -358,18 +401,22 @@ def _of_layouts(
 ) -> _Loads:
     """Loads of layouts. A rank of a run that shares heads has its share of the heads of the run's tokens, and of those
     that arrive in rounds that run as one."""
-    rows = []
+    rows, slowest, (gathered_s, again_s, reduced_s) = [], speeds_of(cluster).min(), _shards_s(cost)
+    gathering = dataclasses.replace(cost, beside_forward_s=gathered_s, beside_backward_s=again_s)
+    reducing = dataclasses.replace(gathering, beside_backward_s=again_s + reduced_s)
     for layout in (each.layout for each in microbatches):
         assert layout is not None, "these microbatches have layouts"
-        forward_s, backward_s = layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost)
+        (forward_s, backward_s), *beside_s = (
+            layout_passes(layout, by_id=by_id, cluster=cluster, cost=each) for each in (cost, gathering, reducing)
+        )
+        put_off_s = beside_s[0][0] - forward_s, beside_s[0][1] - backward_s, beside_s[1][1] - beside_s[0][1]
         sizes = np.array([block.num_tokens for block in layout.blocks], np.float64)
         tokens = np.bincount([block.rank for block in layout.blocks], sizes, minlength=cluster.num_ranks)
         share = cost.kv_share(layout.heads) if layout.heads > 1 else 1.0
         attended = max(np.ceil(share * tokens.reshape(-1, layout.heads).sum(axis=1)).max(), tokens.max())
         brought = np.ceil(share * _brought(layout, sizes, num_ranks=cluster.num_ranks))
-        rows.append(
-            (forward_s, backward_s, tokens.max(), attended, brought, speeds_of(cluster).min(), layout.heads > 1)
-        )
+        by_heads = layout.heads > 1
+        rows.append((forward_s, backward_s, tokens.max(), attended, brought, slowest, by_heads, *put_off_s))
     return _Loads(*np.array(rows, np.float64).T)
 
 

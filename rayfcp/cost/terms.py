@@ -107,7 +107,7 @@ def _with_states(
             states_s=np.nan_to_num(scan.s, posinf=0.0),
             apart=np.full_like(ranks, cost.scan.apart),
             shards_s=np.full_like(ranks, share * shards_s),
-            **_meeting(shared, (1 - cost.scan.apart) * share * shards_s, before=before, by_heads=by_heads),
+            **meeting(shared, (1 - cost.scan.apart) * share * shards_s, before=before, by_heads=by_heads),
         )
         for terms, scan, share, before in zip(passes, scans, shares, befores, strict=True)
     )
@@ -142,12 +142,12 @@ def beside_shards(
     )
     shared, found = shared_with_shards(cost, crosses=crosses, by_heads=by_heads), []
     for terms, (shards_s, waits_s, edge, before) in zip(passes, sides, strict=True):
-        met = _meeting(shared, max(shards_s - waits_s, 0.0), before=before, by_heads=by_heads)
+        met = meeting(shared, max(shards_s - waits_s, 0.0), before=before, by_heads=by_heads)
         found.append(terms._replace(shards_s=np.full_like(ranks, shards_s), edge=np.full_like(ranks, edge), **met))
     return found[0], found[1]
 
 
-def _meeting(shared: Floats, busy_s: float, *, before: float, by_heads: bool) -> dict[str, Floats]:
+def meeting(shared: Floats, busy_s: float, *, before: float, by_heads: bool) -> dict[str, Floats]:
     """Return the columns of how messages meet shards, which pass for `busy_s`, the share `shared` of it on the ports of
     messages."""
     return {

@@ -71,6 +71,12 @@ class Terms(NamedTuple):
         later_s = late_s(self, held, tokens, moved) if np.any(self.shared_s) else 0.0
         return np.asarray(recurrent_s(self, pass_s(self, held, tokens, moved, later_s), tokens, later_s, sequences))
 
+    def put_off_s(self, pairs: npt.ArrayLike, num_tokens: npt.ArrayLike, moved_tokens: npt.ArrayLike) -> Floats:
+        """Seconds by which passes take longer since messages share ports with shards (`late_s`)."""
+        held, tokens, moved = (np.asarray(each, np.float64) for each in (pairs, num_tokens, moved_tokens))
+        later_s = late_s(self, held, tokens, moved)
+        return np.asarray(pass_s(self, held, tokens, moved, later_s) - pass_s(self, held, tokens, moved, 0.0))
+
     def lines(self) -> tuple[Plane, ...]:
         """The planes (s per pair, s per token, s) of which `pass_s`, but for `states_s_per_sequence`, is the largest
         where all tokens move: three and that of the host, if it takes any, or more beside
