@@ -174,7 +174,6 @@ def coefficients(
     again = recomputed_layers
     attention_flops, linear_flops = recomputed_flops(model, again=again)
     attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
-    stages = stages_of_uplink(hardware, num_ranks=num_ranks, num_stages=len(layers_of_stage))
     return {
         "attention_s_per_pair": attention_flops / attention_rate,
         "linear_s_per_token": linear_flops / linear_rate,
@@ -187,8 +186,7 @@ def coefficients(
         **{name: getattr(model, name) for name in ("linear_backward", "keeps_attention", "num_heads", "num_kv_heads")},
         "ranks_per_node": hardware.devices_per_node,
         **_host(model, hardware, again=again),
-        "uplink_ranks": uplink_ranks(hardware, stages=stages),
-        **_links(model, hardware, again=again, bytes_per_element=bytes_per_element, stages=stages),
+        **_links(model, hardware, again=again, bytes_per_element=bytes_per_element),
         **_shards(
             model,
             hardware,
@@ -222,12 +220,9 @@ def _layers_s(model: ModelProfile, layers: Sequence[LayerProfile], *, rate: floa
     return len(layers) * (model.linear_flops_of(layers) / len(layers) / rate) if layers else 0.0
 
 
-def _links(
-    model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int, stages: int
-) -> dict[str, float]:
+def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
     """A ring moves keys and values in every pass, and their gradients (`ring_bytes`); Ulysses moves queries, keys,
-    values and outputs. A ring enters and leaves each of its nodes once: one rank of a node sends outside, beside one of
-    each of the other `stages` that share its uplink."""
+    values and outputs. A ring enters and leaves each of its nodes once, so that one rank of a node sends outside."""
     passes = attention_passes(model, again=again)
     once = passes - len(_attending(model, again))
     forward_bytes, hop_bytes, returned_bytes = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)
@@ -235,8 +230,9 @@ def _links(
     repeated = sum(each.exchanged_elements for each in _attending(model, again))
     ulysses_bytes = (2 * exchanged + repeated) * bytes_per_element
     return {
+        "uplink_ranks": uplink_ranks(hardware),
         "ring_intra_s_per_token": hop_bytes / hardware.intra_node_bandwidth,
-        "ring_inter_s_per_token": hop_bytes / inter_bandwidth(hardware, senders=stages),
+        "ring_inter_s_per_token": hop_bytes / inter_bandwidth(hardware, senders=1),
         "ring_s_per_round": passes * hardware.latency_s,
         "passes_forward": once / 2 / (passes or 1),
         "ring_forward": forward_bytes / (hop_bytes or 1),
@@ -443,16 +439,17 @@ def inter_bandwidth(hardware: HardwareProfile, *, senders: int = 0) -> float:
     return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
 
 
-def uplink_ranks(hardware: HardwareProfile, *, stages: int = 1) -> float:
-    """Return how many ranks of a stage a node's uplink carries at the rate that one alone has, where `stages` share it;
-    0 if it carries all."""
+def uplink_ranks(hardware: HardwareProfile) -> float:
+    """Return how many ranks a node's uplink carries at the rate that one alone has; 0 if it carries all."""
     ranks = hardware.node_uplink_bandwidth / hardware.inter_node_bandwidth
-    return max(ranks / stages, 1.0) if 0.0 < ranks < hardware.devices_per_node else 0.0
+    return max(ranks, 1.0) if 0.0 < ranks < hardware.devices_per_node else 0.0
 
 
-def stages_of_uplink(hardware: HardwareProfile, *, num_ranks: int, num_stages: int) -> int:
-    """Return the most stages that have ranks in one node and in others; they fill nodes one after the other."""
+def stage_hardware(hardware: HardwareProfile, *, num_ranks: int, num_stages: int) -> HardwareProfile:
+    """Return the hardware of one stage: its part of the uplink of the node that has ranks of most stages, of those that
+    span nodes. Stages fill nodes one after the other."""
     size = hardware.devices_per_node
     ends = [(stage * num_ranks // size, ((stage + 1) * num_ranks - 1) // size) for stage in range(num_stages)]
-    shared = Counter(node for first, last in ends if first < last for node in range(first, last + 1))
-    return max(shared.values(), default=1)
+    stages = Counter(node for first, last in ends if first < last for node in range(first, last + 1))
+    shared = max(stages.values(), default=1)
+    return dataclasses.replace(hardware, node_uplink_bandwidth=hardware.node_uplink_bandwidth / shared)

@@ -209,11 +209,12 @@ def _beside_shards(
         slowed = rounds.slowed(1 + late_s / np.where(moved_s, moved_s, 1.0))
         slowed_s = passes_s(slowed, linear_s, hold=hold, cost=cost)[number]
         layers_s = min(slowed_s, usual_s[number] + late_s.max()) - side.outer_s
-        if moved_s[2]:
-            layers_s = max(layers_s, (shares * side.busy_s + moved_s)[2])
-        put_off_s = np.maximum(late_s - (1 - shares) * side.busy_s, 0.0).max()
-        beside_s = side.shards_s + put_off_s + side.edge * min(layers_s, side.shards_s)
-        found.append(side.outer_s + float(layers_s if cost.pipeline else max(layers_s, beside_s)))
+        if not cost.pipeline:
+            queued_s = (shares * side.busy_s + moved_s)[2] if moved_s[2] else 0.0
+            put_off_s = np.maximum(late_s - (1 - shares) * side.busy_s, 0.0).max()
+            beside_s = side.shards_s + put_off_s + side.edge * min(layers_s, side.shards_s)
+            layers_s = max(layers_s, queued_s, beside_s)
+        found.append(side.outer_s + float(layers_s))
     return found[0], found[1]
 
 

@@ -125,7 +125,7 @@ def _put_off_s(
 
     def later_s(terms: Terms, busy_s: float, before: float) -> Floats:
         met = terms._replace(**meeting(shared, busy_s, before=before, by_heads=by_heads))
-        return met.put_off_s(pairs, tokens, moved)
+        return met.put_off_s(pairs, tokens, moved_tokens=moved)
 
     first_s, both_s = later_s(passes[1], again_s, back), later_s(passes[1], again_s + reduced_s, back)
     return np.array((later_s(passes[0], gathered_s, cost.before_attention), first_s, both_s - first_s))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from rayfcp.cost.analytic import EXPANSION_BACKWARD, coefficients
+from rayfcp.cost.analytic import EXPANSION_BACKWARD, coefficients, stage_hardware
 from rayfcp.cost.encoder import GATHERED_FORWARD, EncoderCost, check_one_stage
 from rayfcp.cost.kernels.group_time import Terms, head_s, overlapped_s
 from rayfcp.cost.memory import kv_growth
@@ -174,6 +174,7 @@ class CostModel:
         """
         layers = tuple(layers_of_stage) or split_layers(model.num_layers, num_stages)
         check_layers(model, layers)
+        hardware = stage_hardware(hardware, num_ranks=num_ranks, num_stages=num_stages)
         traffic: dict[str, Any] = {"reduce_every": reduce_every, "gather_every": gather_every}
         sizes: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
         found: dict[str, Any] = coefficients(

@@ -8,7 +8,14 @@ import pytest
 
 from rayfcp.config.constraints import HostConstraints
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.analytic import collective_s, device_hardware, device_model, inter_bandwidth, parameter_s
+from rayfcp.cost.analytic import (
+    collective_s,
+    device_hardware,
+    device_model,
+    inter_bandwidth,
+    parameter_s,
+    stage_hardware,
+)
 from rayfcp.cost.kernels.passes import _queue
 from rayfcp.cost.layout import layout_s
 from rayfcp.cost.profiles import HARDWARE, MODELS
@@ -168,3 +175,38 @@ def test_transfers_take_the_gap_that_later_ones_left() -> None:
     assert ends == [2.0, 12.0, 5.0, 7.0, 9.0, 14.0]
     assert enqueued(queue, 8.5, 1.0) == 10.0, "it ends where the gap does"
     assert enqueued(queue, 0.0, 0.5) == 14.5, "the gap is used up to its end"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "num_ranks", "strategy", "within"),
+    [
+        ("h100", 16, "elastic-pipeline", 0.02),
+        ("h100", 16, "seq1f1b", 0.02),
+        ("h100", 16, "flex-ring", 0.02),
+        ("a800", 16, "flex-block", 0.06),
+        ("a800", 12, "elastic-pipeline", 0.13),  # a node's uplink carries rings of both stages
+    ],
+)
+def test_messages_of_stages_share_links_with_shards(
+    hardware: str, num_ranks: int, strategy: str, within: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, machine_of_all = MODELS["llama3-8b"], HARDWARE[hardware]
+    sequences = specs(np.random.default_rng(0).integers(400, 16_000, 24).tolist())
+    given = {"num_ranks": num_ranks, "num_stages": 2, "reduce_every": "step", "gather_every": "microbatch"}
+    cost = CostModel.from_profiles(model, machine_of_all, bytes_per_element=2, memory_bytes=80 << 30, **given)
+    cluster = ClusterSpec(num_ranks=num_ranks, num_stages=2, max_tokens_per_rank=1500)
+    plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy)
+    simulated_s = simulate_plan(plan, sequences, model=model, hardware=machine_of_all).iteration_s
+    assert simulated_s == pytest.approx(plan.predicted_s, rel=within)
+    monkeypatch.setattr("rayfcp.cost.microbatches._shards_s", lambda _: (0.0, 0.0, 0.0))
+    without = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy)
+    assert without.predicted_s < 0.97 * plan.predicted_s
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "shared"), [(8, 4, 1), (16, 2, 1), (12, 2, 2), (12, 4, 2), (4, 4, 1), (9, 9, 2)]
+)
+def test_stages_share_the_uplinks_of_nodes_that_they_do_not_fill(num_ranks: int, num_stages: int, shared: int) -> None:
+    whole = HARDWARE["a800"]
+    own = stage_hardware(whole, num_ranks=num_ranks, num_stages=num_stages)
+    assert own == dataclasses.replace(whole, node_uplink_bandwidth=whole.node_uplink_bandwidth / shared)

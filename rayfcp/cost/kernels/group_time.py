@@ -71,7 +71,7 @@ class Terms(NamedTuple):
         later_s = late_s(self, held, tokens, moved) if np.any(self.shared_s) else 0.0
         return np.asarray(recurrent_s(self, pass_s(self, held, tokens, moved, later_s), tokens, later_s, sequences))
 
-    def put_off_s(self, pairs: npt.ArrayLike, num_tokens: npt.ArrayLike, moved_tokens: npt.ArrayLike) -> Floats:
+    def put_off_s(self, pairs: npt.ArrayLike, num_tokens: npt.ArrayLike, *, moved_tokens: npt.ArrayLike) -> Floats:
         """Seconds by which passes take longer since messages share ports with shards (`late_s`)."""
         held, tokens, moved = (np.asarray(each, np.float64) for each in (pairs, num_tokens, moved_tokens))
         later_s = late_s(self, held, tokens, moved)

@@ -28,7 +28,7 @@ def costs_of(seconds: Sequence[float], *, num_stages: int, budget: float = ROOMY
     """Microbatches that take so long forward and twice as long backward, and hold as many bytes a layer."""
     forward = np.tile(np.array(seconds, np.float64), (num_stages, 1))
     each = forward[0]
-    times = StageTimes(forward, 2 * forward, each / num_layers, np.zeros(len(each)))
+    times = StageTimes(forward, 2 * forward, each / num_layers, np.zeros(len(each)), np.zeros((3, *forward.shape)))
     held = StageBytes(
         kept=num_layers * forward,
         freed=0.75 * each,
