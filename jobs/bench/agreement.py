@@ -2,6 +2,7 @@
 
     python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --tensor-parallel 1 4 --families
     python -m jobs.bench.agreement --cases 200 --hardware h100 a800 --strategy flex-block --most-ranks 64
+    python -m jobs.bench.agreement --cases 48 --hardware h100 --strategy elastic-pipeline --stages 2
 
 Cases are those of `ablation.py`, on each profile of hardware and with each number of tensor-parallel devices. A line by
 profile: mean and largest error of the prediction, of the simulated time; in how many cases a narrower family is
@@ -12,6 +13,7 @@ same over heads where the case has that primitive, and degrees that are powers o
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 
 from jobs.bench.ablation import Case, case_of
 from rayfcp.config.models import PlanConfig
@@ -33,22 +35,30 @@ def main() -> None:
     parser.add_argument("--hardware", nargs="+", default=[each for each in HARDWARE if each != "cpu"])
     parser.add_argument("--tensor-parallel", nargs="+", type=int, choices=SIZES, default=[1])
     parser.add_argument("--strategy", default="flex-ring")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages, for strategies that plan them")
     parser.add_argument("--most-ranks", type=int, default=256, help="leave larger cases out")
     parser.add_argument("--families", action="store_true", help="plan the narrower families too")
     parser.add_argument("--worst", type=int, default=0, help="name so many cases with the largest errors")
     args = parser.parse_args()
     for name in args.hardware:
         for size in args.tensor_parallel:
-            numbers = range(args.first, args.first + args.cases)
-            cases = [case_of(number, on=name, tensor_parallel=size) for number in numbers]
-            _report(f"{name} x{size}", cases, args=args)
+            _report(f"{name} x{size}", list(_cases(name, size, args=args)), args=args)
+
+
+def _cases(name: str, size: int, *, args: argparse.Namespace) -> Iterator[Case]:
+    """Cases whose stages fit in memory."""
+    for number in range(args.first, args.first + args.cases):
+        try:
+            case = case_of(number, on=name, tensor_parallel=size, stages=args.stages)
+        except InfeasiblePlanError:
+            continue
+        if case.cluster.num_ranks <= args.most_ranks:
+            yield case
 
 
 def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:
     errors, behind = [], []
     for case in cases:
-        if case.cluster.num_ranks > args.most_ranks:
-            continue
         try:
             plan = _plan(case, args.strategy)
         except InfeasiblePlanError:
