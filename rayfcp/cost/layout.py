@@ -206,9 +206,12 @@ def _beside_shards(
     for number, side in enumerate(_sides(rounds, num_tokens=num_tokens, cost=cost)):
         moved_s, left_s = np.array(side.moved_s), np.maximum(shares * side.busy_s - side.before_s, 0.0)
         late_s = np.minimum(moved_s, left_s)
-        slowed = rounds.slowed(1 + late_s / np.where(moved_s, moved_s, 1.0))
-        slowed_s = passes_s(slowed, linear_s, hold=hold, cost=cost)[number]
-        layers_s = min(slowed_s, usual_s[number] + late_s.max()) - side.outer_s
+        pass_s = usual_s[number]
+        if late_s.any():
+            slowed = rounds.slowed(1 + late_s / np.where(moved_s, moved_s, 1.0))
+            passes, share = _passes(cost, back=number == 1, hold=hold)
+            pass_s = min(_layer_s(slowed, passes, linear_s=share * linear_s), pass_s + late_s.max())
+        layers_s = pass_s - side.outer_s
         if not cost.pipeline:
             queued_s = (shares * side.busy_s + moved_s)[2] if moved_s[2] else 0.0
             put_off_s = np.maximum(late_s - (1 - shares) * side.busy_s, 0.0).max()
@@ -242,8 +245,17 @@ def _states_s(layout: Layout, *, cluster: ClusterSpec, cost: CostModel) -> tuple
 
 def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) -> tuple[float, float]:
     """`layout_passes` of rounds as columns; `linear_s`: linear layers and fixed cost of each rank."""
+    sides = (_passes(cost, back=back, hold=hold) for back in (False, True))
+    forward_s, backward_s = (_layer_s(rounds, each, linear_s=share * linear_s) for each, share in sides)
+    return forward_s, backward_s
+
+
+def _passes(cost: CostModel, *, back: bool, hold: int) -> tuple[tuple[Pass, ...], float]:
+    """Passes over the rounds that forward, or backward (`back`), takes, and its share of linear layers."""
     once, first = cost.passes_forward, cost.attention_forward
-    forward = Pass(attention=first, keys=cost.ring_forward, gradients=0.0, latencies=once, hold=0)
+    if not back:
+        forward = Pass(attention=first, keys=cost.ring_forward, gradients=0.0, latencies=once, hold=0)
+        return (forward,), cost.linear_forward
     again = Pass(
         attention=max(1 - (1 + ATTENTION_BACKWARD) * first, 0.0),
         keys=max(1 - 2 * cost.ring_forward - cost.ring_returned, 0.0),
@@ -259,10 +271,7 @@ def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) ->
         hold=hold,
     )
     both = (backward, again) if cost.recomputed_layers else (backward,)
-    return (
-        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
-        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
-    )
+    return both, 1 - cost.linear_forward
 
 
 def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Floats) -> float:
