@@ -123,8 +123,7 @@ import sys
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, Manifest
 folder = CheckpointFolder(sys.argv[1], keep=1)
 folder.open()
-step = int(sys.argv[2])
-print("ready", flush=True)
+last = step = int(sys.argv[2])
 while True:
     step += 1
     part = folder.unfinished(step)
@@ -132,6 +131,8 @@ while True:
     for index in range(40):
         (part / str(index)).write_text(str(step))
     folder.commit(part, Manifest(step=step, world_size=1, model={}, data={}, files=()))
+    if step == last + 1:
+        print("committed", flush=True)
 """
 
 
@@ -145,8 +146,8 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
             [sys.executable, "-c", COMMIT_FOR_EVER, tmp_path, str(last)], stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(0.05 + 0.05 * rng.random())
+            assert process.stdout.readline() == "committed\n"
+            time.sleep(0.1 * rng.random())
             process.kill()
         complete = folder.complete()
         assert 1 <= len(complete) <= 2, "the one before goes only after the next is there"
