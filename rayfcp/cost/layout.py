@@ -118,9 +118,10 @@ def layout_passes(
     """Seconds of the slowest rank's forward, and of the slowest rank's backward, with the fixed cost.
 
     By the coefficients of rings (Eq. 8-10 of Flexible Context Parallelism). In a round a rank attends to what the
-    round before brought while its transfers are in flight, and goes on when both are over. A transfer starts when both
-    ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes the
-    seconds of its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
+    round before brought while its transfers are in flight, and goes on when both are over. When both ranks are in its
+    round, a transfer joins the queues of both ports - a rank has ports inside its node and between nodes - and of the
+    uplinks of both nodes, where these do not carry all ranks. It takes each for the seconds of its tokens there, and
+    arrives after the latency. In backward the same rounds bring keys and values again, and
     gradients go home `HOLD` rounds later in the transposed rounds (with pacing, as many as it has buffers).
     Where runs of ranks share out heads, this holds for runs, each rank with its share of heads and on its own ports,
     between exchanges that cost those of Ulysses for the most tokens of the run's ranks; infinitely much if the heads
@@ -166,14 +167,14 @@ class _Side(NamedTuple):
 
 
 def _sides(rounds: Rounds, *, num_tokens: float, cost: CostModel) -> tuple[_Side, _Side]:
-    """Forward and backward of a rank with `num_tokens`."""
-    keys, returned, before, outer_s = cost.ring_forward, cost.ring_returned, cost.before_attention, cost.fixed_outer
-    linear_s, outer_s = cost.linear_s_per_token * num_tokens + cost.fixed_s, outer_s * cost.fixed_s
-    head_s = cost.linear_forward * outer_s + cost.head_s_per_token * num_tokens
-    back, outer_s = 1 - cost.linear_forward, (1 - cost.linear_forward) * outer_s
+    """Return forward and backward of a rank with `num_tokens`."""
+    keys, returned, before = cost.ring_forward, cost.ring_returned, cost.before_attention
+    linear_s, outer_s = cost.linear_s_per_token * num_tokens + cost.fixed_s, cost.fixed_outer * cost.fixed_s
+    first, second = cost.linear_forward, 1 - cost.linear_forward
+    head_s = first * outer_s + cost.head_s_per_token * num_tokens
     forward = _Side(
         moved_s=rounds.busiest_s(keys, 0.0),
-        before_s=before * (cost.linear_forward * linear_s - head_s),
+        before_s=before * (first * linear_s - head_s),
         outer_s=head_s,
         edge=cost.ahead,
         shards_s=cost.beside_forward_s,
@@ -181,8 +182,8 @@ def _sides(rounds: Rounds, *, num_tokens: float, cost: CostModel) -> tuple[_Side
     )
     backward = _Side(
         moved_s=rounds.busiest_s(1 - keys - returned, returned),
-        before_s=(1 - before) * (back * linear_s - outer_s),
-        outer_s=outer_s,
+        before_s=(1 - before) * (second * linear_s - second * outer_s),
+        outer_s=second * outer_s,
         edge=0.0,
         shards_s=cost.beside_backward_s,
         busy_s=max(cost.beside_backward_s - cost.waits_backward_s, 0.0),
@@ -193,7 +194,7 @@ def _sides(rounds: Rounds, *, num_tokens: float, cost: CostModel) -> tuple[_Side
 def _beside_shards(
     rounds: Rounds, usual_s: tuple[float, float], *, linear_s: Floats, num_tokens: float, hold: int, cost: CostModel
 ) -> tuple[float, float]:
-    """Seconds of forward and backward on links that carry shards, as groups have them (`group_time.recurrent_s`).
+    """Return seconds of forward and backward on links that carry shards, as of groups (`group_time.recurrent_s`).
 
     Transfers take longer by what shards put them off, and no pass takes less than transfers and shards together on the
     busiest uplink. Stages of a pipeline wait for their shards apart from that.
