@@ -67,6 +67,9 @@ def _report(label: str, cases: list[Case], *, args: argparse.Namespace) -> None:
         errors.append((plan.predicted_s / simulated_s - 1, case))
         if args.families:
             behind += [(simulated_s / case.simulated_s(other), case, other.strategy) for other in _narrower(case)]
+    if not errors:
+        sys.stdout.write(f"{label}: none of {len(cases)} cases has a plan\n")
+        return
     sizes = [abs(error) for error, _ in errors]
     line = f"{label}: {len(errors)} cases, mean {100 * statistics.fmean(sizes):.2f} %, worst {100 * max(sizes):.1f} %"
     if behind:

@@ -446,8 +446,11 @@ def uplink_ranks(hardware: HardwareProfile) -> float:
 
 
 def stage_hardware(hardware: HardwareProfile, *, num_ranks: int, num_stages: int) -> HardwareProfile:
-    """Return the hardware of one stage: its part of the uplink of the node that has ranks of most stages, of those that
-    span nodes. Stages fill nodes one after the other."""
+    """Return the hardware of one stage, with its part of a node's uplink.
+
+    Stages fill nodes one after the other. The uplink is divided among the stages that span nodes and have ranks in the
+    node; the node with most of them counts.
+    """
     size = hardware.devices_per_node
     ends = [(stage * num_ranks // size, ((stage + 1) * num_ranks - 1) // size) for stage in range(num_stages)]
     stages = Counter(node for first, last in ends if first < last for node in range(first, last + 1))
