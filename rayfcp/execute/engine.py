@@ -216,14 +216,16 @@ class RankEngine:
         batch: GlobalBatch,
         *,
         plan_hash: str,
+        scores: RankProgram | None = None,
         snapshot: StateId | None = None,
         kept: KeptStates = ALL_STATES,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
     ) -> DeviceReport:
         """Forward, backward, reduction and update of one global batch.
 
-        `snapshot`: name of a copy of the state after it, for which `copies` is needed. `kept`: states whose copies are
-        still needed. `decoded`: images of the program; None: they are decoded here.
+        `scores`: the program's forward part (`Programs.forward_part`), which a loss of pairs runs first. `snapshot`:
+        name of a copy of the state after it, for which `copies` is needed. `kept`: states whose copies are still
+        needed. `decoded`: images of the program; None: they are decoded here.
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
@@ -249,7 +251,7 @@ class RankEngine:
                 sum_over = generation.wait.timed()(generation.groups.sum)
                 batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
             tokens = BatchTokens(self._reader, batch, scores_end=self._loss.scores_end)
-            pairs = self._pairs(program, batch, tokens=tokens, images=images)
+            pairs = self._pairs(scores, batch, tokens=tokens, images=images)
             done = generation.interpreter.enqueue(program, tokens, images=images, loss=self._batch_loss(batch, pairs))
             release(generation.module)
             # The host waits for the device in the update, and nowhere before, unless pairs are summed up.
@@ -268,11 +270,12 @@ class RankEngine:
         return BatchLoss(loss=self._loss, scale=scale, row_of=batch.source_of, num_rows=len(batch.sources))
 
     def _pairs(
-        self, program: RankProgram, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
+        self, program: RankProgram | None, batch: GlobalBatch, *, tokens: TokenSource, images: ImageSource | None
     ) -> _Pairs | None:
-        """The batch's loss, by a forward pass, if it is one of pairs."""
+        """Return the batch's loss by the forward passes of `program` if it is one of pairs, else None."""
         if not isinstance(self._loss, PairLoss):
             return None
+        assert program is not None, "a loss of pairs needs `scores`"
         clock = self._backend.clock(time.time)
         start = clock.mark()
         sums, done = self._scored(program, batch, loss=self._loss, tokens=tokens, images=images)
@@ -288,7 +291,7 @@ class RankEngine:
         tokens: TokenSource,
         images: ImageSource | None,
     ) -> tuple[Tensor, Enqueued]:
-        """Sums of terms by sequence, `[sequences]`, over all devices, by the program's forward passes; and these."""
+        """Run a program of forward passes; return each sequence's sum of terms over all devices, and its results."""
         generation, num_sequences = self.generation, len(batch.samples)
         sums = BatchLoss(loss=loss, row_of=range(num_sequences), num_rows=num_sequences)
         try:

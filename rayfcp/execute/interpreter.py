@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -371,13 +371,13 @@ class Interpreter:
     def score(
         self, program: RankProgram, tokens: TokenSource, *, loss: BatchLoss, images: ImageSource | None = None
     ) -> Enqueued:
-        """Run the forward passes of a program without gradients, as far as it has others; with the terms of this rank's
-        tokens, none before the last stage. The device may still be running.
+        """Run a program of forward passes (`Programs.forward_part`) without gradients; the result has the terms of this
+        rank's tokens, none before the last stage. The device may still be running.
 
         Not in inference mode, whose tensors later training passes could not use. Parameters that are gathered stay so:
         see `release_forward`.
         """
-        return self.enqueue(forward_part(program), tokens, loss=loss, images=images)
+        return self.enqueue(program, tokens, loss=loss, images=images)
 
     def _passed(
         self, program: RankProgram, tokens: TokenSource, *, passes: Passes, images: ImageSource | None
@@ -431,18 +431,6 @@ class Interpreter:
                 f"program is for stage {program.stage} of {program.num_stages}, this is stage {stage} "
                 f"{'with' if self._pipes else 'without'} others; send it there"
             )
-
-
-def forward_part(program: RankProgram) -> RankProgram:
-    """The instructions of a program but those of backward passes, for which nothing is kept either. All ranks and
-    stages still run to their end together: none of what is left waits for what is gone."""
-
-    def is_backward(item: Instruction) -> bool:
-        return isinstance(item, Backward) or (isinstance(item, Send | Receive) and item.flow is StageFlow.GRADIENT)
-
-    left = (item for item in program.instructions if not is_backward(item))
-    items = (replace(item, recomputed_layers=0) if isinstance(item, Forward) else item for item in left)
-    return replace(program, instructions=tuple(items))
 
 
 _SPAN_KINDS: dict[type, SpanKind] = {

@@ -71,8 +71,8 @@ def lower(
     matter. The planner sees to it that degrees divide heads. All stages run the same attention in layers of one kind;
     only which of the sequences' `layer_kinds` they have (`kinds_of_stage`, all if absent), the layers that they
     recompute, the order of their passes and their neighbours differ. Sends follow their pass, or come somewhat later
-    where stages would otherwise wait for each other. With `forward_only` the microbatches are only passed forward, as
-    for evaluation: nothing is recomputed, reduced or handed back.
+    where stages would otherwise wait for each other. `forward_only`: return the programs' `forward_part`, as evaluation
+    runs it.
 
     Raises:
         ValueError: a stage names a kind of layers that the sequences do not; sequences disagree on these; a layout
@@ -87,7 +87,6 @@ def lower(
     recurrent = [{kind.recurrence for kind in kinds if kind.recurrence} for kinds in of_stage]
     scans = scan_tables(pieces, sorted(set().union(*recurrent)))
     encodes = lower_encoding(plan, placements, sequences=sequences)
-    readers = _last_readers(placements) if forward_only else None
     outlines = [
         _outline(
             plan,
@@ -96,22 +95,17 @@ def lower(
             scans={kind: tables for kind, tables in scans.items() if kind in own},
             encodes=encodes,
             reduce_every=reduce_every,
-            readers=readers,
         )
         for stage, own in enumerate(recurrent)
     ]
-    return Programs(
+    programs = Programs(
         plan_hash=plan.plan_hash,
         outlines=_sends_in_order(outlines, plan) if plan.num_stages > 1 and not forward_only else outlines,
         attention=attention,
         pieces=pieces,
         encodes=encodes,
     )
-
-
-def _last_readers(placements: Sequence[Placement]) -> dict[int, int]:
-    """The last microbatch that reads what each one keeps, of those that keep something."""
-    return {earlier: at for at, each in enumerate(placements) for earlier, _ in each.contexts}
+    return programs.forward_part() if forward_only else programs
 
 
 def _outline(
@@ -122,10 +116,8 @@ def _outline(
     scans: Mapping[RecurrentKind, Sequence[ScanTable]],
     encodes: Sequence[Sequence[Encode]],
     reduce_every: str,
-    readers: Mapping[int, int] | None,
 ) -> RankProgram:
-    """What a rank with a token of padding runs on a stage, which keeps it if any rank keeps something. `readers`: as
-    `_last_readers` where passes are only forward."""
+    """Return what a rank with a token of padding runs on a stage; it keeps the token if any rank keeps something."""
     num_microbatches = len(plan.microbatches)
     parts: dict[str, Any] = {
         "pieces": [()] * num_microbatches,
@@ -139,17 +131,13 @@ def _outline(
             for at in range(num_microbatches)
         ],
     }
-    if readers is None:
-        instructions = stage_instructions(plan, stage, reduce_every=reduce_every, **parts)
-    else:
-        instructions = forward_instructions(plan, stage, readers=readers, **parts)
     return RankProgram(
         rank=0,
         num_ranks=1,
         stage=stage,
         num_stages=plan.num_stages,
         plan_hash=plan.plan_hash,
-        instructions=instructions,
+        instructions=stage_instructions(plan, stage, reduce_every=reduce_every, **parts),
     )
 
 
@@ -204,26 +192,6 @@ def stage_instructions(
             instructions.append(Send(stage=target, **handed))
         if _keeps(passed):
             instructions.append(Free(microbatch=at))
-    return tuple(instructions)
-
-
-def forward_instructions(
-    plan: BatchPlan,
-    stage: int,
-    *,
-    pieces: Sequence[tuple[Piece, ...]],
-    passes: Sequence[Forward],
-    readers: Mapping[int, int],
-    encodes: Sequence[Encode | None] = (),
-) -> tuple[Instruction, ...]:
-    """Instructions of one rank on a stage that passes all microbatches forward, in order, and none backward; arguments
-    as of `stage_instructions`. What a microbatch kept is freed after the pass of its last reader (`readers`)."""
-    neighbours = _neighbours(plan, stage)
-    instructions: list[Instruction] = []
-    for at, passed in enumerate(passes):
-        instructions += _passed_forward(passed, neighbours, pieces=pieces[at], encode=encodes[at : at + 1])
-        read = sorted(earlier for earlier, reader in readers.items() if reader == at)
-        instructions += [Free(microbatch=earlier) for earlier in read if _keeps(passes[earlier])]
     return tuple(instructions)
 
 

@@ -21,6 +21,7 @@ from rayfcp.program.instructions import (
     RankProgram,
     Receive,
     Send,
+    StageFlow,
 )
 from rayfcp.program.pieces import Pieces
 from rayfcp.program.scan import ScanProgram
@@ -92,15 +93,31 @@ class Programs(Sequence[RankProgram]):
     def replaced(
         self, *, plan_hash: str | None = None, encodes: Sequence[Sequence[Encode]] | None = None
     ) -> "Programs":
-        """The same programs of a plan with another hash, or with other encodings."""
+        """Return the same programs of a plan with another hash, or with other encodings."""
         plan_hash = self.plan_hash if plan_hash is None else plan_hash
-        return Programs(
-            plan_hash=plan_hash,
-            outlines=[replace(outline, plan_hash=plan_hash) for outline in self.outlines],
-            attention=self.attention,
-            pieces=self.pieces,
-            encodes=self.encodes if encodes is None else encodes,
+        outlines = tuple(replace(outline, plan_hash=plan_hash) for outline in self.outlines)
+        encodes = self.encodes if encodes is None else tuple(encodes)
+        return self._with(plan_hash=plan_hash, outlines=outlines, encodes=encodes)
+
+    def forward_part(self) -> "Programs":
+        """Return the programs that pass all microbatches forward, in order, and none backward.
+
+        Nothing is recomputed, reduced or handed back to an earlier stage. What a microbatch keeps is freed after the
+        forward pass of the last microbatch that reads it.
+        """
+        of_kinds: list[tuple[AttentionTable | ScanTable, ...]] = [*self.attention.values(), *self.scans.values()]
+        of_microbatch = enumerate(zip(*of_kinds, strict=True))
+        last_reader = {earlier: at for at, tables in of_microbatch for each in tables for earlier in each.earlier}
+        outlines = tuple(
+            replace(outline, instructions=_forward_instructions(outline, last_reader=last_reader))
+            for outline in self.outlines
         )
+        return self._with(outlines=outlines)
+
+    def _with(self, **changes: Any) -> "Programs":
+        found = object.__new__(Programs)  # views that were made are shared
+        vars(found).update(vars(self) | changes)
+        return found
 
     def __len__(self) -> int:
         return self.num_ranks * self.num_stages
@@ -170,6 +187,25 @@ class Programs(Sequence[RankProgram]):
         attention = {kind: tuple(number[id(table)] for table in own) for kind, own in self.attention.items()}
         kinds = tuple(table.kind for table in tables)
         return _restored, (self.plan_hash, self.outlines, attention, kinds, self.encodes, sizes, buffer)
+
+
+def _forward_instructions(outline: RankProgram, *, last_reader: Mapping[int, int]) -> tuple[Instruction, ...]:
+    """Return the instructions of an outline's forward passes, microbatch by microbatch; each `Free` follows the pass of
+    the last reader."""
+
+    def turn(item: Instruction) -> tuple[int, bool, int]:
+        at, frees = item.microbatch, isinstance(item, Free)
+        return last_reader[at] if frees else at, frees, at
+
+    def is_backward(item: Instruction) -> bool:
+        return isinstance(item, Backward) or (isinstance(item, Send | Receive) and item.flow is StageFlow.GRADIENT)
+
+    left = (item for item in outline.instructions if not is_backward(item))
+    items = (
+        replace(item, recomputed_layers=0, keeps_attention=False) if isinstance(item, Forward) else item
+        for item in left
+    )
+    return tuple(sorted(items, key=turn))
 
 
 def kinds_of(program: RankProgram) -> tuple[LayerKind, ...]:

@@ -132,6 +132,11 @@ class ScanTable:
         """Of each part."""
         return self.parts.microbatch >= 0
 
+    @property
+    def earlier(self) -> set[int]:
+        """The microbatches whose states are read."""
+        return set(self.parts.microbatch[self.is_head].tolist())
+
     @cached_property
     def is_tail(self) -> Bools:
         """Of each part."""

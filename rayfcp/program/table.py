@@ -128,6 +128,11 @@ class AttentionTable:
     kept: KeptRows
     phases: Phases
 
+    @property
+    def earlier(self) -> set[int]:
+        """The microbatches whose keys and values are read."""
+        return set(self.context.microbatch.tolist())
+
     def arrays(self) -> Iterator[Ints | Bools]:
         """All columns, in the order that `of` takes them in."""
         sets = self.sets

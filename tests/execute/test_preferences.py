@@ -24,7 +24,7 @@ from rayfcp.config import Config
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.data import TokenReader
 from rayfcp.data.prepare import prepare_local
-from rayfcp.execute.interpreter import BatchTokens, Interpreter, Tokens, TokenSource, forward_part
+from rayfcp.execute.interpreter import BatchTokens, Interpreter, Tokens, TokenSource
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.losses.base import BatchLoss, Loss, PairValues, pair_values
 from rayfcp.execute.losses.cross_entropy import CrossEntropy
@@ -45,8 +45,6 @@ from tests.execute.pipelined import pipelined
 from tests.execute.staged import Fabrics, StagedCase, random_case, summed
 from tests.execute.test_evaluation import SMALL, Evaluated
 from tests.plan.helpers import UNIT
-from tests.program.pipelines import random_pipelines
-from tests.program.test_forward_only import Stepping
 
 BETA = 0.3
 LORA = LoraConfig(rank=4)
@@ -134,11 +132,13 @@ class Threads:
         self._size = len(case.sequences)
 
     def run(self, programs: Programs, tokens: TokenSource, *, loss: Loss, reference: list[float]) -> PairValues | None:
-        """Both passes as a device does them; without `reference` the first alone. Sums are in `sums`."""
+        """Both passes as a device does them, the sums of the first in `sums`; without `reference` the second has the
+        loss itself, and its sums are in `trained`."""
         count = self.num_stages * self.num_ranks
         fabrics, ready = Fabrics(num_stages=self.num_stages, num_ranks=self.num_ranks), threading.Barrier(count)
-        own = torch.zeros(count, self._size, dtype=torch.float64)
+        own = torch.zeros(2, count, self._size, dtype=torch.float64)
         found: list[PairValues] = []
+        scores = programs.forward_part()
 
         def work(device: int) -> None:
             stage, rank = divmod(device, self.num_ranks)
@@ -149,17 +149,19 @@ class Threads:
                 pipes=fabrics.pipes_of(rank, stage=stage, dtype="float64") if self.num_stages > 1 else None,
             )
             by_row = BatchLoss(loss=loss, row_of=range(self._size), num_rows=self._size)
-            own[device] = interpreter.score(programs[device], tokens, loss=by_row).row_sums
+            own[0, device] = interpreter.score(scores[device], tokens, loss=by_row).row_sums
             ready.wait(timeout=60)
-            if reference:
+            if not reference:
+                own[1, device] = interpreter.enqueue(programs[device], tokens, loss=by_row).row_sums
+            else:
                 assert isinstance(loss, DirectPreference)
-                values = pair_values(loss, own.sum(0), reference=reference)
+                values = pair_values(loss, own[0].sum(0), reference=reference)
                 weighted = BatchLoss(loss=loss, weights=values.weights)
                 interpreter.enqueue(programs[device], tokens, loss=weighted).read()
                 found.append(values)
 
         run_ranks(work, num_ranks=count, fabric=fabrics)
-        self.sums = own.sum(0)
+        self.sums, self.trained = own.sum(1)
         return found[0] if found else None
 
 
@@ -214,23 +216,14 @@ def test_dpo_is_the_formula_on_whole_sequences(
         assert float((gradient - gradients[name]).norm()) <= 1e-10 * float(gradients[name].norm()) + 1e-15, name
 
 
-@examples(60)
-@given(seed=st.integers(0, 100_000), num_stages=st.integers(1, 4), num_ranks=st.integers(1, 4))
-def test_forward_parts_end(seed: int, num_stages: int, num_ranks: int) -> None:
-    plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
-    assert Stepping([forward_part(each) for each in lower(plan, sequences)]).ends()
-
-
 @examples(6)
 @given(seed=st.integers(0, 100_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 3))
-def test_forward_parts_have_the_sums_of_programs_without_backward(seed: int, num_stages: int, num_ranks: int) -> None:
+def test_forward_parts_have_the_sums_of_training(seed: int, num_stages: int, num_ranks: int) -> None:
     case = random_case(seed, num_ranks=num_ranks, layers_of_stage={1: (3,), 2: (1, 2), 3: (2, 1, 1)}[num_stages])
-    threads, sums = Threads(case), []
-    for programs in (case.programs, lower(case.plan, case.sequences, forward_only=True)):
-        threads.run(programs, CaseTokens(case), loss=CrossEntropy(), reference=[])
-        sums.append(threads.sums)
-    torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
-    assert (sums[0] > 0).tolist() == [length > 1 for length in case.lengths]
+    threads = Threads(case)
+    threads.run(case.programs, CaseTokens(case), loss=CrossEntropy(), reference=[])
+    torch.testing.assert_close(threads.sums, threads.trained, rtol=1e-12, atol=1e-12)
+    assert (threads.sums > 0).tolist() == [length > 1 for length in case.lengths]
 
 
 WORLDS = ((1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2))
@@ -286,8 +279,9 @@ class Preferring(Evaluated):
             microbatches = [{name for group in each.groups for name in group.sequences} for each in plan.microbatches]
             assert any((name in each) != (name + 1 in each) for each in microbatches for name in range(0, 8, 2))
             assert any(len(group.ranks) > 1 for each in plan.microbatches for group in each.groups)
-        program = lower(plan, sequences)[self.position.stage * self.position.num_ranks + self.position.rank]
-        report = self.engine.run_step(program, batch, plan_hash=program.plan_hash)
+        programs, place = lower(plan, sequences), self.position.stage * self.position.num_ranks + self.position.rank
+        scores = programs.forward_part()[place]
+        report = self.engine.run_step(programs[place], batch, plan_hash=programs.plan_hash, scores=scores)
         assert report.pairs is not None and report.spans[0].kind is SpanKind.SCORE and self.num_gathered == 0
         return report.loss, report.grad_norm, report.pairs.chosen, report.pairs.rejected, report.pairs.accuracy
 

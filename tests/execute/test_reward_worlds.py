@@ -135,7 +135,8 @@ def _train(number: int, client: dist.Store, folder: Path, what: str) -> dict[int
 
 
 def _step(made: Any, number: int) -> Numbers:
-    program, batch = made._program(number), made._data.sampler.batch(number)
-    report = made.engine.run_step(program, batch, plan_hash=program.plan_hash)
+    programs, batch = made._programs(number), made._data.sampler.batch(number)
+    scores = programs.forward_part()[made.place]
+    report = made.engine.run_step(programs[made.place], batch, plan_hash=programs.plan_hash, scores=scores)
     pairs = report.pairs
     return report.loss, report.grad_norm, pairs.chosen, pairs.rejected, pairs.accuracy

@@ -19,7 +19,7 @@ from rayfcp.execute.parallel.sharding import parameter_groups, sharded_modules
 from rayfcp.execute.state.copies import CopyFolder
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
-from rayfcp.program import Forward, RankProgram, lower
+from rayfcp.program import Forward, Programs, lower
 from rayfcp.values import ClusterSpec, StateId
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.calls import Calls
@@ -85,7 +85,7 @@ class Engine:
         self.engine.join(self.position, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
 
     def step(self, number: int) -> dict[str, Any]:
-        program, batch = self._program(number), self._data.sampler.batch(number)
+        program, batch = self._programs(number)[self.place], self._data.sampler.batch(number)
         with Calls("c10d._allgather_base_") as gathers:
             report = self.engine.run_step(program, batch, plan_hash=program.plan_hash)
         groups = [group for part in sharded_modules(self.model) for group in parameter_groups(part)]
@@ -102,7 +102,11 @@ class Engine:
             "kept": self._config.train.gather_every == "step",
         }
 
-    def _program(self, number: int) -> RankProgram:
+    @property
+    def place(self) -> int:
+        return self.position.stage * self.position.num_ranks + self.position.rank
+
+    def _programs(self, number: int) -> Programs:
         position, sequences = (
             self.position,
             sequences_of(self._data.sampler.batch(number), layer_kinds=self._data.model.layer_kinds),
@@ -117,8 +121,7 @@ class Engine:
                 num_ranks=position.num_ranks,
                 recomputed=LAYERS[position.num_stages],
             )
-        programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
-        return programs[position.stage * position.num_ranks + position.rank]
+        return lower(plan, sequences, reduce_every=self._config.train.reduce_every)
 
 
 @pytest.fixture(scope="module", params=list(WORLDS_OF))

@@ -132,7 +132,7 @@ def on_ranks(first: CausalLM, case: Case, *, center: float) -> tuple[PairValues,
 
     def score(rank: int) -> None:
         scored = BatchLoss(loss=loss, row_of=range(count), num_rows=count)
-        sums[rank] = interpreters[rank].score(programs[rank], EndTokens(case), loss=scored).row_sums
+        sums[rank] = interpreters[rank].score(programs.forward_part()[rank], EndTokens(case), loss=scored).row_sums
 
     def learn(rank: int) -> None:
         weighted = BatchLoss(loss=loss, weights=values[0].weights)

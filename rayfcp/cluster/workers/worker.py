@@ -323,12 +323,14 @@ class DeviceWorker:
 
         self._watch.on_call()
         program = programs[place]
+        scores = programs.forward_part()[place] if self._config.loss.is_of_pairs else None
         try:
             with self._profiled(batch.step):
                 return self._engine.run_step(
                     program,
                     batch,
                     plan_hash=plan_hash,
+                    scores=scores,
                     snapshot=snapshot,
                     kept=kept,
                     decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
