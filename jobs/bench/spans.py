@@ -9,7 +9,7 @@ of which degrees, and when their forward and backward end; and that microbatches
 
 Proof. Let F and B be the slowest forward and backward of a microbatch, h(B) what ranks run ahead, S the larger of F + B
 - h(B) and what any group takes (`CostModel.makespan_s`), f the fixed cost. Shards are in nobody's way here
-(`CostModel.apart`): they only add to that. Each pass of a group of d ranks takes the largest of three sums: all that
+(`shard_s` is 0): they only add to that. Each pass of a group of d ranks takes the largest of three sums: all that
 can hide hides, or attention hides all that it can, or that of steady rounds does and all hides that moves in others
 (`Terms`). Each sum is a constant of at least the pass's part of f, and a share of every sequence in the group, linear
 in its pairs and tokens. A choice is a degree, a primitive and whether nodes are crossed. It is permitted for a sequence

@@ -1,6 +1,6 @@
 """`auto`: plan with every strategy that can still win, and mix microbatches of groups and of blocks in one plan.
 
-`ranked` orders the plans of strategies by predicted seconds; `rayfcp.simulate.choose` simulates the best of them.
+`ranked` orders the plans of strategies by predicted seconds; `rayfcp.simulate.simulate.choose` simulates the best.
 Strategies that cannot win are skipped: without stages, those whose plans are made of groups, once the best plan reaches
 the lower bound of all such plans; those that need stages; and those that only repeat another's plan (`same_as`).
 Baselines that take seconds for a large batch (`is_slow`) plan small batches only: their plans are groups of mixed

@@ -254,7 +254,7 @@ class _Turns:
 
 
 def _check_reused(tables: Sequence[AttentionTable], turns: _Turns, *, place: str) -> None:
-    """`_check_kept` of all ranks."""
+    """Check on all ranks that what microbatches keep is exactly what later ones read, while it is there."""
     read: dict[int, list[Ints]] = defaultdict(list)
     for number, table in enumerate(tables):
         context = table.context

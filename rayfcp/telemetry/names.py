@@ -21,7 +21,7 @@ class Persistence(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric. `name`: without the prefix `rayfcp_`; a counter's ends in `_total`. `known`: all values of the only
+    """A metric. `name`: without the prefix `rayfcp_`; a counter's ends in "_total". `known`: all values of the only
     label; a counter has these series from the start. `kept`: None if the value is counted anew at each start."""
 
     name: str

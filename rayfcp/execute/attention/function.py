@@ -6,8 +6,7 @@ summed in fp32 in its slot and sent where the program says. Slots of earlier mic
 the `ContextStore` (`rayfcp.execute.attention.slots`).
 
 With a reshuffle, tensors come and go in the loop's order: exchanges before and after the rounds carry queries, keys,
-values and outputs forward and their gradients backward, while attention on local tokens runs
-(`rayfcp.program.reshuffle`).
+values and outputs forward and their gradients backward. Nothing is computed meanwhile (`rayfcp.program.reshuffle`).
 """
 
 import functools
