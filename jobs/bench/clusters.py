@@ -14,13 +14,13 @@ STORE_BYTES = 512 << 20
 class BenchCluster:
     """Cluster on which workers run, and a way to lose one of them.
 
-    `kind` worker: one node, and a process is killed. `kind` node: a node for each `workers_per_node` and a first one
-    with `others_cpus` for controllers and planners; a worker's node is removed, and a fresh one joins.
+    `kind` worker: one node, and a process is killed. `kind` node: a node for each worker and a first one with
+    `others_cpus` for controllers and planners; a worker's node is removed, and a fresh one joins.
     """
 
-    def __init__(self, kind: str, *, workers: int, others_cpus: int, workers_per_node: int = 1) -> None:
+    def __init__(self, kind: str, *, workers: int, others_cpus: int) -> None:
         self._kind, self._workers, self._others_cpus = kind, workers, others_cpus
-        self._node = {"num_cpus": workers_per_node, "object_store_memory": STORE_BYTES}
+        self._node = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
 
     def __enter__(self) -> "BenchCluster":
         if self._kind == "worker":
@@ -30,7 +30,7 @@ class BenchCluster:
 
         head = {"num_cpus": self._others_cpus, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
-        self._nodes = [self._cluster.add_node(**self._node) for _ in range(self._workers // self._node["num_cpus"])]
+        self._nodes = [self._cluster.add_node(**self._node) for _ in range(self._workers)]
         self._cluster.wait_for_nodes()
         _init(address=self._cluster.address)
         return self

@@ -21,15 +21,15 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jobs.bench.constraints import FAMILIES, batch_arguments, cases
 from jobs.bench.megatron_source import Rows, megatron_planner
+from rayfcp.compare.lengths import draw_batches
 from rayfcp.config.constraints import PRESETS
 from rayfcp.config.models import AUTO_MOVES, PlanConfig
 from rayfcp.cost.kernels.group_time import Terms
@@ -41,7 +41,10 @@ from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, SequenceSpec
 
+FAMILIES = ("dist:wikipedia", "dist:commoncrawl", "dist:github", "dist:bimodal")
 RANKS = (8, 10, 14, 16, 20, 32, 48, 64)
+FILL = 0.5
+"""Longest sequence, as a share of the tokens that all ranks hold: longer ones are cut, so that two fit."""
 LIMITS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 """Of the tokens that a rank holds, that Megatron's planner is told."""
 LEVEL = 1e-4
@@ -107,6 +110,28 @@ SQUARES = Judge(
     name="squared lengths",
     cost=CostModel(attention_s_per_pair=2e-9, linear_s_per_token=0.0, fixed_s=0.0, **ONLY_COMPUTE),
 )
+
+
+def cases(
+    family: str, *, ranks: int, batches: int, seed: int, args: argparse.Namespace
+) -> Iterator[tuple[Sequences, ClusterSpec, CostModel]]:
+    """Yield `batches` batches of `args.sequences_per_rank` sequences per rank, with their cluster and cost model."""
+    hardware = hardware_profile(args.hardware)
+    cost = CostModel.from_profiles(
+        model_profile(args.model),
+        hardware,
+        num_ranks=ranks,
+        bytes_per_element=hardware.dtype_bytes,
+        reduce_every="step",
+    )
+    for batch in draw_batches(
+        family,
+        num_batches=batches,
+        global_batch=args.sequences_per_rank * ranks,
+        max_seqlen=min(args.max_seqlen, int(FILL * ranks * args.max_tokens_per_rank)),
+        seed=seed,
+    ):
+        yield batch, ClusterSpec(num_ranks=ranks, max_tokens_per_rank=args.max_tokens_per_rank), cost
 
 
 def plan_of(rows: Rows, batch: Sequences, *, cluster: ClusterSpec, cost: CostModel) -> tuple[MicrobatchPlan, ...]:
@@ -261,7 +286,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, default=7, help="of each family and number of ranks")
     parser.add_argument("--timed", type=int, default=200, help="batches of which planning is timed")
     parser.add_argument("--search-moves", default=AUTO_MOVES)
-    batch_arguments(parser)
+    parser.add_argument("--sequences-per-rank", type=int, default=8)
+    parser.add_argument("--max-seqlen", type=int, default=131_072)
+    parser.add_argument("--max-tokens-per-rank", type=int, default=16_384)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 

@@ -41,7 +41,7 @@ class HangingWorker(TimedWorker):
         return facts
 
 
-def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[DeviceWorker] = TimedWorker) -> None:
+def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[DeviceWorker]) -> None:
     """Train to the last step, whatever happens on the way; a KeyboardInterrupt if the user stopped it."""
     assert moments_dir.name == MOMENTS_DIR
     data = config.data.model_copy(update={"paths": (data_dir,), "format": "prepared"})

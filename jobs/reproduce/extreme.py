@@ -15,7 +15,6 @@ degree that one long sequence forces on all others of a static plan), means over
     flex      seconds of the `flex-ring` plan
     speedup   static / flex
     share     speedup / ceiling, the target is at least 0.96
-    possible  the share that no plan of these batches is above (`jobs/bench/spans.py`)
     standard  the best static plan with packs by length alone, as Megatron-LM and DeepSpeed have them, with its
               own ceiling and speedup; the paper's baselines use standard packing and its speedup is 2.24
 
@@ -34,16 +33,12 @@ from pathlib import Path
 import numpy as np
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.plan.moves import FIRST
-from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-from spans import spans_s
+from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
 
 PAPER_SPEEDUP = 2.24
 TARGET_SHARE = 0.96
-CASES, SINGLE, RUNS = 150, 8, 8  # of the proof of what is possible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,6 @@ class Row:
     short: int
     tokens_per_rank: int
     bound_s: float
-    proven_s: float
     static_s: float
     flex_s: float
     standard_s: float
@@ -73,10 +67,6 @@ class Row:
         return self.bound_s / self.flex_s
 
     @property
-    def possible(self) -> float:
-        return self.bound_s / self.proven_s
-
-    @property
     def standard_ceiling(self) -> float:
         return self.standard_s / self.bound_s
 
@@ -86,7 +76,7 @@ class Row:
 
     def as_json(self) -> dict[str, object]:
         """Fields and ratios."""
-        ratios = ("ceiling", "speedup", "share", "possible", "standard_ceiling", "standard_speedup")
+        ratios = ("ceiling", "speedup", "share", "standard_ceiling", "standard_speedup")
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
@@ -100,7 +90,6 @@ COLUMNS = (
     ("ceiling", "ceiling", ".3f"),
     ("speedup", "speedup", ".3f"),
     ("share", "share", ".4f"),
-    ("possible", "possible", ".4f"),
     ("standard s", "standard_s", ".3f"),
     ("ceiling", "standard_ceiling", ".3f"),
     ("speedup", "standard_speedup", ".3f"),
@@ -133,12 +122,10 @@ def main() -> None:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    shares, reached = [row.share for row in rows], [row.share / row.possible for row in rows]
+    shares = [row.share for row in rows]
     return (
         f"share of the ceiling: least {min(shares):.4f}, mean {statistics.mean(shares):.4f}; below {TARGET_SHARE}: "
         f"{_places([row for row in rows if row.share < TARGET_SHARE], of=rows)}\n"
-        f"share of what is possible: least {min(reached):.4f}, mean {statistics.mean(reached):.4f}; below "
-        f"{TARGET_SHARE}: {_places([row for row in rows if row.share < TARGET_SHARE * row.possible], of=rows)}\n"
         f"ceiling of the best static plan: highest {max(row.ceiling for row in rows):.2f}; above {PAPER_SPEEDUP}: "
         f"{_places([row for row in rows if row.ceiling > PAPER_SPEEDUP], of=rows)}\n"
         f"ceiling of standard packing: highest {max(row.standard_ceiling for row in rows):.2f}; above "
@@ -157,7 +144,7 @@ def _places(rows: Sequence[Row], *, of: Sequence[Row]) -> str:
 
 def _row(args: argparse.Namespace, *, room: int | None, ranks: int, short: int) -> Row:
     cluster, cost = _machine(args, num_ranks=ranks, room=room)
-    bound_s, proven_s, static_s, flex_s, standard_s, kinds = [], [], [], [], [], []
+    bound_s, static_s, flex_s, standard_s, kinds = [], [], [], [], []
     for seed in range(args.seeds):
         sequences = _batch(args, short=short, seed=seed)
         options = PlanConfig(primitives=args.primitives, search_moves=args.search_moves)
@@ -166,7 +153,6 @@ def _row(args: argparse.Namespace, *, room: int | None, ranks: int, short: int) 
         standard = _best_static(sequences, cluster=cluster, cost=cost, args=args, packing="bfd")
         bound_s.append(flex.lower_bound_s)
         flex_s.append(flex.predicted_s)
-        proven_s.append(_proven_s(sequences, cluster=cluster, cost=cost, args=args, best_s=flex.predicted_s))
         static_s.append(static.predicted_s)
         standard_s.append(standard.predicted_s)
         kinds.append(f"{static.strategy} d={max(static.degrees)} m={len(static.microbatches)}")
@@ -175,31 +161,11 @@ def _row(args: argparse.Namespace, *, room: int | None, ranks: int, short: int) 
         short=short,
         tokens_per_rank=cluster.max_tokens_per_rank,
         bound_s=statistics.mean(bound_s),
-        proven_s=statistics.mean(proven_s),
         static_s=statistics.mean(static_s),
         flex_s=statistics.mean(flex_s),
         standard_s=statistics.mean(standard_s),
         best_static=kinds[0],
     )
-
-
-def _proven_s(
-    sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, args: argparse.Namespace, best_s: float
-) -> float:
-    """Lower bound on the time of every plan; one plan takes `best_s`."""
-    primitives = tuple(Primitive(name) for name in args.primitives)
-    bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=primitives)
-    proven_s = spans_s(
-        sequences,
-        cluster=cluster,
-        cost=cost,
-        primitives=primitives,
-        best_s=best_s,
-        cases=CASES,
-        single=SINGLE,
-        runs=RUNS,
-    )
-    return max(bound_s, proven_s)
 
 
 def _best_static(

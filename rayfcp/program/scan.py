@@ -15,7 +15,7 @@ sequence of a single segment needs nothing from others. With parts 0 to n - 1, S
 The distinct ranks of a chain, in the order of their first parts, fold it: of m ranks the one at position j has the
 heads `[H j // m, H (j + 1) // m)` of H. Where ranks outnumber heads, those that would share a head share its columns,
 which T does not mix: each has T whole, and c ranks to a head move c |T| + 2 |U| for each of their parts, others
-|T| + 2 |U|. That is two rounds whatever the degree (`jobs/bench/scan.py` compares a tree). In a chain over two ranks
+|T| + 2 |U|. That is two rounds whatever the degree (docs/programs.md compares a tree). In a chain over two ranks
 each folds all heads for itself (`Chain.gathered`), and rounds 2 and 4 move nothing.
 
 Slices of a pipeline: a chain may begin with a *head*, a part without tokens that stands for the state which an earlier

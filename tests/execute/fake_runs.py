@@ -35,12 +35,18 @@ from rayfcp.program import RankProgram, lower
 from rayfcp.values import Action, GlobalBatch, Primitive, Sample
 from rayfcp.values.state import StateId
 from tests.execute.fake_accelerator import Accelerator, use
+from tests.execute.fake_memory import Case, figures
 from tests.execute.saving import save
 
 LENGTHS = (200, 33)
 VOCAB = 128
 SHAPE = ("num_layers=2", "hidden_size=64", "num_heads=4", "num_kv_heads=2", "head_dim=16", "ffn_size=96")
 BATCH = tuple(Sample(id=at, shard=0, row=at, start=0, stop=n, num_targets=n - 1) for at, n in enumerate(LENGTHS))
+CASES = (
+    Case(recomputed_layers=2, microbatches=2, reduce_every="step"),
+    Case(recomputed_layers=1, microbatches=1, reduce_every="microbatch"),
+)
+"""Steps whose peak is in the backward pass, and in the loss."""
 
 Found = dict[str, Any]
 
@@ -253,14 +259,9 @@ def sections(at: Accelerator) -> Found:
 
 
 def memory(at: Accelerator) -> Found:
-    """Bytes at the peak of a step, and the memory model's: of layers as wide as those of real runs, but two."""
-    sys.path.append(str(Path(__file__).parents[2] / "jobs" / "bench"))
-    bench, label = importlib.import_module("fake_memory"), at.memory.label
-    few = ["--layers", "2", "--tokens", "32768", "--degree", "2"]
-    rows = [
-        bench.figures(at, [*few, "--recomputed", again, *more.split()])
-        for again, more in (("2", "--reduce-every step"), ("1", "--reduce-every microbatch --microbatches 1"))
-    ]
+    """Bytes at the peak of a step, and the memory model's."""
+    label = at.memory.label
+    rows = [figures(at, case) for case in CASES]
     at.memory.label = label
     return {"rows": rows}
 
