@@ -40,7 +40,7 @@ MOST_PAIRS = 50e6
 """(query rank, key rank) pairs of all sequences up to which a ring over all ranks is simulated. Beyond, as tables of
 attends take tens of gigabytes, the cost model prices it, within 1 % of simulations of rings over 64 ranks and more."""
 
-PAPERS_OWN = BlockOptions(block_tokens=4096, placement="lpt", search_moves=0, coalesce=16, paced=False)
+PAPERS_OWN = BlockOptions(block_tokens=4096, placement="lpt", coalesce=16, paced=False)
 """Section 6.1: blocks of 4K by Algorithm 1 with zig-zag pairs, colouring alone, rounds by 16, three buffers."""
 
 Lengths = tuple[int, ...]

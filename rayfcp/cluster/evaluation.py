@@ -20,7 +20,7 @@ from rayfcp.cluster.references import reference_sums
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import cache_of, check_runnable, connected, prepared_sets, with_absolute_paths
 from rayfcp.config import Config, ConfigError, check_paths, load_config
-from rayfcp.config.loading import read_mapping
+from rayfcp.config.loading import read_mapping, read_recorded
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import NO_MODEL
 from rayfcp.data.hub import check_no_adapter
@@ -71,7 +71,7 @@ class Subject:
         if step is not None and not is_run:
             raise ConfigError(f"--step is {step}, must be absent for a model folder; leave it out")
         if is_run:
-            merged = _merged(_sections(str(path / CONFIG_FILE)), given)
+            merged = _merged(read_recorded(path), given)
         else:
             others = {key: value for key, value in (given.get("model") or {}).items() if key not in NO_MODEL}
             merged = {**given, "model": {**others, "path": str(path), "init": "pretrained"}}

@@ -32,6 +32,7 @@ from rayfcp.cluster.workers.starting import other_cpus
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.config.data import SourceConfig
+from rayfcp.config.loading import read_recorded
 from rayfcp.data import LengthIndex, cached_prepare, prepare, run_tokenizer
 from rayfcp.execute.reports import find_damage
 from rayfcp.telemetry.loggers.interface import check_loggers
@@ -203,7 +204,7 @@ def export_run(
     from rayfcp.models.export import export_checkpoint
     from rayfcp.models.library import text_of
 
-    config = load_config(Path(run_dir) / "config.yaml", overrides=overrides)
+    config = load_config(read_recorded(run_dir), overrides=overrides)
     checkpoint, manifest = chosen_checkpoint(
         Path(run_dir), keep=config.checkpoint.keep, step=step, check=find_damage, log=log
     )

@@ -191,6 +191,9 @@ UNSUPPORTED = {
     "label_smoothing_factor neftune_noise_alpha dropout": "regularization beyond train.weight_decay is not supported",
 }
 
+REMOVED = ("plan.blocks.search_moves", "plan.pipeline.milp_nodes")
+"""Keys without effect that earlier releases accepted and recorded in the `config.yaml` of every run."""
+
 MIN_LIKENESS = 0.7
 """Ratio of matching characters from which on a key is suggested."""
 
@@ -219,6 +222,8 @@ def unknown_key(dotted: str) -> str:
         of_any = unknown_key(f"{NAMED}NAME.{parts[1]}") if parts[0] != "NAME" else ""
         if of_any:
             return of_any.replace(f"{NAMED}NAME", f"{NAMED}{parts[0]}")
+    if dotted in REMOVED:
+        return f"{given} is not a known key; it had no effect in earlier releases; delete it"
     for key, names in {} if dotted.startswith(NAMED) else ALIASES.items():
         if name in names.split():
             return f"{given} is not a known key; it is called {key} here"
@@ -318,6 +323,23 @@ def read_mapping(path: str | Path, *, what: str, content: str) -> dict[str, Any]
     raw = read_yaml(text, source=str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{where} holds {shown(raw)}, must hold {content}")
+    return raw
+
+
+def read_recorded(run_dir: str | Path) -> dict[str, Any]:
+    """Return the sections that a run recorded in its `config.yaml`, without the keys of `REMOVED`.
+
+    Raises:
+        ConfigError: the file does not exist or is no YAML mapping.
+    """
+    raw = read_mapping(Path(run_dir) / "config.yaml", what="config", content="sections of keys")
+    for dotted in REMOVED:
+        *sections, key = dotted.split(".")
+        inner: Any = raw
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.pop(key, None)
     return raw
 
 

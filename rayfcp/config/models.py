@@ -58,7 +58,6 @@ class BlockOptions(Section):
     alpha: NonNegativeFloat = 1.0
     beta: NonNegativeFloat = 1.0
     tolerance: NonNegativeFloat = 0.02
-    search_moves: int = Field(default=2000, ge=0, description="without effect, kept for older configurations")
     heads: Count | None = Field(
         default=None, description="ranks of a node that share heads; the best that plan.primitives allow if absent"
     )
@@ -85,7 +84,6 @@ class PipelineOptions(Section):
     max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
     pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
     candidates: Count = Field(default=12, description="of all tried, how many are also tried in several pipelines")
-    milp_nodes: int = Field(default=100, ge=0, description="without effect, kept for older configurations")
 
 
 AUTO_MOVES: Literal["auto"] = "auto"

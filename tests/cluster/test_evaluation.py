@@ -17,6 +17,7 @@ from rayfcp.cluster.trainer import FlexTrainer, export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.commands.evaluate import table
 from rayfcp.config import Config, dump_config
+from rayfcp.config.loading import write_yaml
 from rayfcp.execute.reports import BatchLosses
 from rayfcp.program import Programs
 from rayfcp.telemetry.events import EventKind, read_events
@@ -35,6 +36,13 @@ def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> Config:
         "eval": {"sets": sets, "every_steps": 2, "batches": 3},
     }
     return run_config(folder, name=name, **given | sections)
+
+
+def with_removed_keys(config: Config) -> str:
+    """The configuration as an earlier release recorded it."""
+    raw = config.model_dump(mode="json")
+    raw["plan"]["blocks"]["search_moves"], raw["plan"]["pipeline"]["milp_nodes"] = 2000, 100
+    return write_yaml(raw)
 
 
 def ran(config: Config) -> tuple[StepReport, ...]:
@@ -69,6 +77,7 @@ def test_results_are_in_the_log_and_change_no_step(folder: Path, capsys: pytest.
         assert staged[name].loss == pytest.approx(result.loss, rel=1e-6) and staged[name].tokens == result.tokens
 
     capsys.readouterr()
+    (Path(config.run_dir) / "config.yaml").write_text(with_removed_keys(config))
     found = evaluated_by_command(config.run_dir, "cluster.num_workers=1", capsys=capsys)
     assert found["step"] == 3 and found["sets"].keys() == last.keys()
     export_run(config.run_dir, out_dir=folder / "exported")

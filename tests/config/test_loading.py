@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rayfcp.config import Config, ConfigError, check_paths, dump_config, load_config, parse_config
 from rayfcp.config.data import DataConfig, MixedSourceConfig
-from rayfcp.config.loading import known_keys, nearest_key, read_yaml
+from rayfcp.config.loading import REMOVED, known_keys, nearest_key, read_recorded, read_yaml
+from rayfcp.config.models import PipelineOptions
 from tests.examples import examples
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
@@ -112,6 +113,14 @@ def refused(text: str) -> str:
         ),
         ("train: {steps: 3, warmup_steps: 4}", "train.warmup_steps is 4, must be at most train.steps (3)"),
         ("train: {recompute_layers: 9}", "must be at most model.architecture.num_layers (4)"),
+        (
+            "plan: {pipeline: {milp_nodes: 100}}",
+            "plan.pipeline.milp_nodes is not a known key; it had no effect in earlier releases; delete it",
+        ),
+        (
+            "plan: {blocks: {search_moves: 2000}}",
+            "plan.blocks.search_moves is not a known key; it had no effect in earlier releases; delete it",
+        ),
         ("train: {stpes: 9}", "train.stpes is not a known key; did you mean train.steps?"),
         ("trian: {steps: 9}", "trian is not a known key; did you mean train?"),
         ("train: {save_steps: 9}", "train.save_steps is not a known key; it is called checkpoint.every_steps here"),
@@ -277,6 +286,19 @@ def test_wrong_files(tmp_path: Path) -> None:
         assert line in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
+
+
+def test_a_recorded_configuration_loses_removed_keys_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "data: {paths: [x]}\n"
+        "plan: {search_moves: 7, blocks: {search_moves: 2000, alpha: 3}, pipeline: {milp_nodes: 100}}"
+    )
+    plan = load_config(read_recorded(tmp_path)).plan
+    assert (plan.search_moves, plan.blocks.alpha, plan.pipeline) == (7, 3, PipelineOptions())
+    assert not set(REMOVED) & set(known_keys())
+    (tmp_path / "config.yaml").write_text("data: {paths: [x]}\nplan: 7")
+    with pytest.raises(ConfigError, match="plan is 7, must be a section of keys"):
+        load_config(read_recorded(tmp_path))
 
 
 def test_a_dict_is_a_configuration_too() -> None:

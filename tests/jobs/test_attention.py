@@ -95,7 +95,7 @@ def test_large_rings_are_priced_as_they_are_simulated(scripts: Any, lengths: tup
 
 def one_by_one(scripts: Any, lengths: tuple[int, ...], *, num_ranks: int) -> Any:
     """The paper's blocks in small, rounds one by one."""
-    options = scripts.attention.BlockOptions(block_tokens=300, placement="lpt", search_moves=0, coalesce=1, paced=False)
+    options = scripts.attention.BlockOptions(block_tokens=300, placement="lpt", coalesce=1, paced=False)
     return scripts.attention.blocks_plan(lengths, bench=bench_of(scripts, num_ranks=num_ranks), options=options)
 
 

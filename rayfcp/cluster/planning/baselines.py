@@ -14,6 +14,7 @@ from rayfcp.cluster.planning.measured import read_cost, read_measured_cost
 from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import load_config
+from rayfcp.config.loading import read_recorded
 from rayfcp.plan import CostModel
 from rayfcp.plan.layout import Blocks, placements_of
 from rayfcp.telemetry.baseline import Baseline, Unrefitted
@@ -47,7 +48,7 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
     for name in ("config.yaml", "profile.json", "events.jsonl"):
         if not (folder / name).exists():
             raise NoBaselineError(f"{folder} holds no {name}, which a static baseline is made from")
-    config = load_config(folder / "config.yaml")
+    config = load_config(read_recorded(folder))
     data = open_dataset(config, data_dir=prepared_data(config, log=lambda _: None))
     try:
         cost, measured = read_cost(folder / "profile.json"), read_measured_cost(folder / "profile.json")
