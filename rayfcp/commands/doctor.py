@@ -60,7 +60,6 @@ def _facts(arguments: argparse.Namespace) -> "Facts":
         local_paths,
         machine_facts,
         model_size,
-        step_seconds,
     )
 
     words, address = arguments.overrides, arguments.address
@@ -86,5 +85,4 @@ def _facts(arguments: argparse.Namespace) -> "Facts":
         access=access_facts(config),
         num_parameters=num_trained,
         frozen_bytes=frozen_bytes,
-        step_s=step_seconds(config) if words else None,
     )

@@ -38,12 +38,10 @@ which is assumed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRates:
-    """Losses seen in `device_hours`; immutable, methods return the next value. `times`: rates that are expected before
-    anything is seen, relative to the prior's."""
+    """Losses seen in `device_hours`; immutable, methods return the next value."""
 
     device_hours: float = 0.0
     losses: Counter[Loses] = field(default_factory=Counter)
-    times: float = 1.0
 
     def after(self, *, device_hours: float = 0.0, lost: Loses | None = None) -> "LossRates":
         seen = self.losses + Counter([lost] if lost is not None else [])
@@ -51,8 +49,7 @@ class LossRates:
 
     def per_second(self, kind: Loses, *, num_devices: int) -> float:
         """Expected losses of this kind a second. The prior counts as one loss in the hours that it takes one."""
-        prior = self.times * PRIOR_PER_DEVICE_HOUR[kind]
-        per_hour = (1 + self.losses[kind]) / (1 / prior + self.device_hours)
+        per_hour = (1 + self.losses[kind]) / (1 / PRIOR_PER_DEVICE_HOUR[kind] + self.device_hours)
         return per_hour * num_devices / 3600
 
 

@@ -1,6 +1,5 @@
 """Checks of a machine or cluster: functions of facts that yield findings, each with a remedy unless all is well."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,9 +16,6 @@ from rayfcp.cluster.doctor.facts import (
     size,
 )
 from rayfcp.cluster.recovery.room import COPY_BYTES, MEMORY_SHARE, copies_of_state
-from rayfcp.elastic.intervals import Intervals, LossRates, choose
-from rayfcp.elastic.lost_time import estimated_costs, lost_with_copies, lost_with_restarts
-from rayfcp.values.counted import counted
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
 
 LEAST_SHM_BYTES, LEAST_SHM_SHARE = 2 * GIB, 0.1
@@ -37,9 +33,6 @@ WORKER_BYTES = GIB // 2
 
 CHECKPOINT_BYTES, STATE_BYTES = COPY_BYTES, 16
 """Per trained parameter: the fp32 value and Adam's two moments; with the gradient."""
-
-STEP_S = 8.0
-"""Assumed time of a step until the run has steps: that of Qwen3-8B with 64K tokens a GPU at 40 % MFU of H100."""
 
 SAME_EVERYWHERE = ("ray", "torch")
 """Packages with the same version on all nodes."""
@@ -289,55 +282,9 @@ def shared_memory(facts: Facts) -> Findings:
     yield check(what, remedy, well=have >= number * share)
 
 
-def expected_losses(facts: Facts) -> Findings:
-    """How often the state will be copied, and the time that copies and losses are expected to cost: an estimate."""
-    nodes, every = _nodes_of_run(facts), facts.config.elastic.snapshot_every_steps
-    if not facts.num_parameters or not nodes or not _has_devices(facts):
-        return
-    num_devices, step_s, rates = _devices_of_run(facts, nodes), facts.step_s or STEP_S, LossRates()
-    per_node = math.ceil(num_devices / len(nodes))
-    about = f"estimate for {counted(num_devices, 'device')} at Llama 3's rates of failure, "
-    if every == 0:
-        lost_s = lost_with_restarts(rates, num_devices=num_devices).total_s
-        yield ok(f"{about}without copies of the state: {lost_s:.1f} s an hour lost, or more with few checkpoints")
-        return
-    costs = estimated_costs(
-        device_bytes=COPY_BYTES * facts.num_parameters / num_devices,
-        step_s=step_s,
-        num_devices=num_devices,
-        devices_per_node=per_node,
-        is_host=_device(facts).is_host,
-    )
-    chosen = (
-        choose(costs, rates, num_devices=num_devices)
-        if every == AUTO
-        else Intervals.fixed(int(every), away_s=costs.away_s or 0.0, step_s=step_s, is_host=_device(facts).is_host)
-    )
-    lost = lost_with_copies(costs, rates, intervals=chosen, num_devices=num_devices, devices_per_node=per_node)
-    away = f", every {counted(chosen.send, 'step')} to another node" if costs.away_s is not None else ""
-    yield ok(
-        f"{about}steps of {step_s:.3g} s{'' if facts.step_s else ' (assumed)'}: the state is copied every "
-        f"{counted(chosen.here, 'step')}{away}; {lost.total_s:.1f} s an hour lost, {lost.copies_s:.1f} of it to copies"
-    )
-
-
 def _nodes_of_run(facts: Facts) -> list[NodeFacts]:
     """Nodes on which workers may run; none if no run was named."""
     return [node for node in facts.nodes if node.storage and (node.devices is None or _offers_devices(node, facts))]
-
-
-def _has_devices(facts: Facts) -> bool:
-    """Whether the run can be meant for this machine, or there is a cluster."""
-    here, device = facts.nodes[0].accelerators, _device(facts)
-    has_all = here.kind == device.name and here.count >= facts.config.cluster.min_workers
-    return facts.cluster is not None or device.is_host or has_all
-
-
-def _devices_of_run(facts: Facts, nodes: list[NodeFacts]) -> int:
-    """Devices that the run would use now: all that are there, within its bounds."""
-    least, most = facts.config.cluster.min_workers, facts.config.cluster.max_workers
-    name = _device(facts).resource or "CPU"
-    return max(least, min(most, int(sum((node.devices or {}).get(name, 0) for node in nodes))))
 
 
 def _offers_devices(node: NodeFacts, facts: Facts) -> bool:
@@ -404,7 +351,7 @@ OF_NODE: tuple[Callable[[NodeFacts], Findings], ...] = (
     connection,
 )
 OF_WHOLE: tuple[Callable[[Facts], Findings], ...] = (
-    *(services, same_versions, cluster_resources, local_devices, host_memory, shared_memory, expected_losses),
+    *(services, same_versions, cluster_resources, local_devices, host_memory, shared_memory),
     *(checkpoint_space, token),
 )
 

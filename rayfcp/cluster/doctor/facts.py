@@ -149,7 +149,7 @@ class AccessFacts:
 class Facts:
     """All facts; the first node is that of the run's driver, without `storage` if no run was named: `config` has
     defaults then. `num_parameters`: those that are trained, None if the model is not known here; `frozen_bytes`: of all
-    others. `step_s`: median of the steps that the run has finished, None if it has none."""
+    others."""
 
     nodes: tuple[NodeFacts, ...]
     config: Config
@@ -157,4 +157,3 @@ class Facts:
     access: AccessFacts = field(default_factory=AccessFacts)
     num_parameters: int | None = None
     frozen_bytes: int = 0
-    step_s: float | None = None

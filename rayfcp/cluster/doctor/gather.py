@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ from rayfcp.cluster.doctor.facts import (
     Storage,
 )
 from rayfcp.config import Config, ConfigError
-from rayfcp.telemetry.steps import read_steps
 from rayfcp.values.devices import DEVICES
 from rayfcp.values.state import ITEMSIZES
 
@@ -95,15 +93,6 @@ def model_size(config: Config) -> tuple[int, int] | None:
         return model.num_trained, model.frozen_bytes(ITEMSIZES[config.model.dtype])
     except (ConfigError, ImportError):
         return None
-
-
-def step_seconds(config: Config) -> float | None:
-    """Median time of the steps that the run has finished; None if it has none, or their log cannot be read."""
-    try:
-        steps = read_steps(Path(config.run_dir).expanduser() / "steps.jsonl")
-    except (OSError, ValueError):
-        return None
-    return statistics.median(each.step_s for each in steps) if steps else None
 
 
 def accelerators(device: str) -> Accelerators:

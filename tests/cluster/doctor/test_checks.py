@@ -169,34 +169,6 @@ def test_copies_of_the_state_need_shared_memory() -> None:
     assert problems(off) == []
 
 
-def test_what_losses_are_expected_to_cost() -> None:
-    """For the devices that the run would have; by measured steps, where there are any; never a problem."""
-
-    def told(facts: Facts) -> str:
-        (line,) = [each for each in examine(facts) if each.what.startswith("estimate for ")]
-        assert line.verdict is Verdict.OK and line.node == ""
-        return line.what
-
-    small = told(WELL)
-    assert small.startswith("estimate for 16 devices at Llama 3's rates of failure, steps of 8 s (assumed): ")
-    assert "the state is copied every 1 step, every 1" in small and " steps to another node; " in small
-    assert "steps of 2.5 s: " in told(replace(WELL, step_s=2.5))
-    assert "another node" not in told(replace(WELL, nodes=(NODE,)))
-    assert "for 8 devices" in told(replace(WELL, nodes=(NODE,)))
-    fixed = replace(WELL, config=CONFIG.changed(elastic={"snapshot_every_steps": 3}))
-    assert "every 2 steps to another node" in told(fixed), "early enough to arrive"
-    off = replace(WELL, config=CONFIG.changed(elastic={"snapshot_every_steps": 0}))
-    assert "without copies of the state: 2.8 s an hour lost" in told(off)
-
-
-def test_losses_of_unknown_models_and_devices_are_not_estimated() -> None:
-    unnamed = tuple(replace(node, storage=None) for node in WELL.nodes)
-    elsewhere = replace(NODE, devices=None, accelerators=Accelerators(kind="cuda", count=4, kernel="flash-attn 2"))
-    here = replace(WELL, cluster=None, nodes=(elsewhere,))
-    for facts in (replace(WELL, num_parameters=None), replace(WELL, nodes=unnamed), here):
-        assert not any(each.what.startswith("estimate") for each in examine(facts))
-
-
 def test_a_problem_of_one_node_names_it() -> None:
     assert problems(on_node(open_files=1024))[0].node == "b"
     everywhere = replace(WELL, nodes=tuple(replace(each, open_files=1024) for each in WELL.nodes))

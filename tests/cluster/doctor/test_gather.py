@@ -14,12 +14,9 @@ from rayfcp.cluster.doctor.gather import (
     local_paths,
     machine_facts,
     model_size,
-    step_seconds,
     storage_facts,
 )
 from rayfcp.config import config_of_keys, load_config
-from rayfcp.telemetry.steps import StepLog
-from tests.telemetry.samples import report
 
 JOBS = Path(__file__).resolve().parents[3] / "jobs"
 CONFIG = config_of_keys(())
@@ -65,17 +62,6 @@ def test_needs_of_a_run() -> None:
     assert model_size(config.changed(model={"path": "some/hub-model"})) is None
     adapted = config.changed(model={"name": "qwen3-8b", "path": None, "init": "random", "lora": {"rank": 16}})
     assert model_size(adapted) == (pytest.approx(43.6e6, rel=0.01), pytest.approx(2 * 8.19e9, rel=0.01))
-
-
-def test_steps_of_a_run_tell_their_time(tmp_path: Path) -> None:
-    config = load_config(JOBS / "quickstart.yaml", overrides=[f"run.dir={tmp_path}"])
-    assert step_seconds(config) is None
-    with StepLog(tmp_path / "steps.jsonl") as log:
-        for step, step_s in enumerate((9.0, 2.0, 3.0), 1):
-            log.append(report(step, step_s=step_s))
-    assert step_seconds(config) == 3.0
-    (tmp_path / "steps.jsonl").write_text("broken\n\n")
-    assert step_seconds(config) is None
 
 
 def test_the_token_is_looked_for_and_never_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
