@@ -23,7 +23,7 @@ _HOMES = {
     "attention": "rayfcp.execute.attention.function",
     "FlexTrainer": "rayfcp.cluster",
     "log_probs": "rayfcp.cluster.evaluation",
-    "PlannerPool": "rayfcp.cluster.planning.pool",
+    "PlannerPool": "rayfcp.cluster.actors.planner_pool",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604

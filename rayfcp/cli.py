@@ -280,7 +280,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
         sys.stdout.write(f"{plan_step(config, step=arguments.step)}\n")
         return
-    from rayfcp.cluster.planning.preview import OfflinePlan
+    from rayfcp.cluster.tools.preview import OfflinePlan
 
     config = load_config(arguments.config, overrides=arguments.overrides, trains=False)
     given = {"lengths": arguments.lengths, "hardware": arguments.hardware, "model": arguments.model}
@@ -298,7 +298,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.planning.costs import profile_table
+    from rayfcp.cluster.facts.costs import profile_table
     from rayfcp.telemetry.progress import Progress
 
     words: list[str] = arguments.overrides
@@ -314,7 +314,7 @@ def _profile(arguments: argparse.Namespace) -> None:
     else:
         check_paths(config)
         config = _with_cluster_of_job(config)
-        from rayfcp.cluster.planning.profiling import profile_run as profile
+        from rayfcp.cluster.tools.profiling import profile_run as profile
     with Progress(1) as progress:
         limits = {"rounds": arguments.rounds, "max_tokens": arguments.max_tokens}
         profiled = profile(config, out_dir=arguments.out, log=progress.log, **limits)
@@ -362,7 +362,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _add_baseline(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.planning.baselines import baseline_of
+    from rayfcp.cluster.tools.replanning import baseline_of
     from rayfcp.compare.command import Progress
     from rayfcp.telemetry.report import write_report
     from rayfcp.values import InfeasiblePlanError

@@ -34,8 +34,8 @@ import ray_train
 from clusters import BenchCluster
 from faults import Cost, RandomFaults, cost_of, read_moments
 
-from rayfcp.cluster.trainer import prepared_data
-from rayfcp.cluster.workers.starting import CONTROLLER_CPUS
+from rayfcp.cluster.driver.preparing import prepared_data
+from rayfcp.cluster.facts.resources import CONTROLLER_CPUS
 from rayfcp.config import Config, load_config
 from rayfcp.config.models import PlanConfig
 

@@ -23,8 +23,8 @@ from gpu_sizes import Bench, Found
 from transformers import PreTrainedConfig
 
 from rayfcp.bench.alone import model_of, peak_of, random_shards
+from rayfcp.cluster.runtime import LOOPBACK
 from rayfcp.cluster.workers.environment import use_interface
-from rayfcp.cluster.workers.facts import LOOPBACK
 from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
 from rayfcp.cost.fit import PassShape, pass_plan

@@ -8,7 +8,7 @@ import ray
 from faults import BEGAN, ENDED, Moments
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import DeviceReport

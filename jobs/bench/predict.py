@@ -106,7 +106,7 @@ def _rank(rank: int, port: int, args: argparse.Namespace, config: Config, data_d
 
 def _reading(args: argparse.Namespace) -> tuple[Config, str]:
     """A configuration's model, and its data prepared."""
-    from rayfcp.cluster.trainer import prepared_data
+    from rayfcp.cluster.driver.preparing import prepared_data
 
     overrides = [f"cluster.num_workers={args.ranks}", "cluster.device=cpu", f"data.max_seqlen={args.max_seqlen}"]
     overrides += [f"data.global_batch_sequences={args.sequences}", "data.long_sequences=drop"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.data import TokenReader
 from rayfcp.data.rows import IGNORED
 from rayfcp.data.vision.decoding import DecodedImages

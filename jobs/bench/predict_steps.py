@@ -12,7 +12,7 @@ import torch.distributed as dist
 from predict_batches import Batch
 from reprice import reprice
 
-from rayfcp.cluster.planning.measured import analytic_cost, combine, measure_cost, without_shards
+from rayfcp.cluster.facts.measured import analytic_cost, combine, measure_cost, without_shards
 from rayfcp.config import Config
 from rayfcp.cost.fit import (
     PartTimings,

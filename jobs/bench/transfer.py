@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from rayfcp.cluster.recovery.transfer import Listener, read_copy, send_copies
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.execute.state.transfer import Listener, read_copy, send_copies
 from rayfcp.values import ShardHeader, StateId
 from rayfcp.values.state import Box, ShardEntry
 

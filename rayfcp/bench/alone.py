@@ -21,8 +21,8 @@ from pyarrow import parquet
 from transformers import PreTrainedConfig
 
 from rayfcp.cluster.dataset import described_model
-from rayfcp.cluster.planning.costs import Log, Profiled, TimedRanks, profile_ranks
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.facts.costs import Log, Profiled, TimedRanks, profile_ranks
+from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data import prepare_local, tokenizer_of

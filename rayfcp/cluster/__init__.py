@@ -8,10 +8,10 @@ from typing import Any
 
 _HOMES = {
     "FlexTrainer": "rayfcp.cluster.trainer",
-    "RunFailedError": "rayfcp.cluster.controller.training",
-    "export_run": "rayfcp.cluster.trainer",
-    "plan_step": "rayfcp.cluster.planning.preview",
-    "prepare_data": "rayfcp.cluster.trainer",
+    "RunFailedError": "rayfcp.cluster.errors",
+    "export_run": "rayfcp.cluster.tools.exporting",
+    "plan_step": "rayfcp.cluster.tools.preview",
+    "prepare_data": "rayfcp.cluster.driver.preparing",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cluster.checkpoints.folder import chosen_checkpoint
-from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun
-from rayfcp.cluster.controller.following import Watcher, evaluate, sigterm_interrupts, without_training
 from rayfcp.cluster.dataset import described_model
-from rayfcp.cluster.references import reference_sums
+from rayfcp.cluster.driver.connecting import connected
+from rayfcp.cluster.driver.following import Watcher, evaluate, sigterm_interrupts, without_training
+from rayfcp.cluster.driver.preparing import cache_of, check_runnable, prepared_sets, with_absolute_paths
+from rayfcp.cluster.driver.references import reference_sums
+from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import cache_of, check_runnable, connected, prepared_sets, with_absolute_paths
 from rayfcp.config import Config, ConfigError, check_paths, load_config
 from rayfcp.config.loading import read_mapping, read_recorded
 from rayfcp.config.losses import LossConfig

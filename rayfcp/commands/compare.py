@@ -99,7 +99,7 @@ def _rows(config: Config | None, given: dict[str, Any], *, progress: "Progress")
     if lengths == ", ".join(config.data.paths or config.data.sources):
         return _data_of(config, given, progress=progress)
     if given["model"] == _settings(config, given)["model"]:
-        from rayfcp.cluster.planning.preview import model_of
+        from rayfcp.cluster.tools.preview import model_of
 
         found["profile"] = model_of(config)
     return found | ({"rows": _prepared_rows(lengths, given)} if _is_prepared(lengths) else {})
@@ -109,9 +109,9 @@ def _data_of(config: Config, given: dict[str, Any], *, progress: "Progress") -> 
     """Return the sequences of a run's first batches, and its model. Data that are not prepared are tokenized into the
     run's cache, from which `rayfcp train` takes them."""
     check_paths(config)
+    from rayfcp.cluster.actors.planner import sequences_of
     from rayfcp.cluster.dataset import open_dataset
-    from rayfcp.cluster.planning.planner import sequences_of
-    from rayfcp.cluster.trainer import prepared_data
+    from rayfcp.cluster.driver.preparing import prepared_data
     from rayfcp.compare.arguments import DEFAULT_BATCHES
     from rayfcp.data import run_tokenizer
 

@@ -10,7 +10,7 @@ from rayfcp.commands import CommandFailedError, add_config
 from rayfcp.config import ConfigError, config_of_keys, load_config
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.doctor.facts import Facts, NodeFacts
+    from rayfcp.cluster.tools.doctor.facts import Facts, NodeFacts
 
 USAGE = "rayfcp doctor [CONFIG [key=value ...]] [--address ADDRESS] [--json]"
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: The user's input is wrong.
         CommandFailedError: A check fails.
     """
-    from rayfcp.cluster.doctor.checks import examine
+    from rayfcp.cluster.tools.doctor.checks import examine
 
     findings = examine(_facts(arguments))
     if arguments.json:
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _facts(arguments: argparse.Namespace) -> "Facts":
-    from rayfcp.cluster.doctor.facts import Facts
-    from rayfcp.cluster.doctor.gather import (
+    from rayfcp.cluster.tools.doctor.facts import Facts
+    from rayfcp.cluster.tools.doctor.gather import (
         access_facts,
         cluster_facts,
         local_paths,

@@ -10,7 +10,7 @@ from rayfcp.commands import CommandFailedError
 from rayfcp.compare.arguments import positive
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.controller.evaluating import Evaluated
+    from rayfcp.cluster.jobs.evaluating import Evaluated
     from rayfcp.values import EvalResult
 
 USAGE = "rayfcp evaluate RUN_OR_MODEL [CONFIG] [key=value ...] [--step N] [--json]"
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: The user's input is wrong.
         CommandFailedError: A worker or the controller failed.
     """
-    from rayfcp.cluster import RunFailedError
+    from rayfcp.cluster.errors import RunFailedError
     from rayfcp.cluster.evaluation import evaluate_sets
     from rayfcp.telemetry.progress import Progress
 

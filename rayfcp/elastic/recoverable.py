@@ -108,7 +108,7 @@ class CopiedStates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCopy:
     """A copy of a shard in the memory of node `node_id`, and the peer there that parts of it are read from (see
-    `rayfcp.cluster.recovery.transfer`)."""
+    `rayfcp.execute.state.transfer`)."""
 
     header: ShardHeader
     peer: Any

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rayfcp.bench.alone import random_shards
 from rayfcp.cli import main
-from rayfcp.cluster.planning.costs import TimedRanks, profile_ranks
-from rayfcp.cluster.planning.measured import read_cost
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.facts.costs import TimedRanks, profile_ranks
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.measured import read_cost
 from rayfcp.config import config_of_keys
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.data import TokenReader, read_manifest

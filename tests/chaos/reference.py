@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.capacity import cluster_spec
-from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import sequences_of
-from rayfcp.cluster.trainer import prepared_data
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.driver.preparing import prepared_data
+from rayfcp.cluster.facts.capacity import cluster_spec
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.measured import analytic_cost
 from rayfcp.config import Config
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.engine import RankEngine

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.controller.training import Controller
+from rayfcp.cluster.driver.preparing import prepared_data
+from rayfcp.cluster.jobs.controller import Controller
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.chaos.checks import POLL_S, Audience, Footprint, leaks

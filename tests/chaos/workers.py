@@ -9,8 +9,9 @@ from typing import Any
 import ray
 
 from jobs.bench.faults import BEGAN, ENDED, Moments
+from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.cluster.recovery.store import SnapshotStore
-from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
+from rayfcp.cluster.runtime import Rendezvous
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import DeviceReport, Joined, SavedPart

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.nodes import NodeWatch
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
@@ -123,13 +124,15 @@ def light_history(config: Config) -> History:
     """Of a run with one generation."""
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(config.run_dir))
-    if history.last < 0:
+    if history.newest < 0:
         history.begin(0, version=0)
     return history
 
 
 def light_stores(config: Config, *, run_key: str) -> SnapshotStores:
-    return SnapshotStores(config, runtime=RayRuntime(), run_key=run_key, history=light_history(config))
+    runtime = RayRuntime()
+    nodes = NodeWatch(runtime, every_s=config.elastic.look_every_s)
+    return SnapshotStores(config, runtime=runtime, run_key=run_key, history=light_history(config), nodes=nodes)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ray.core.generated import autoscaler_pb2
 
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.calls import RanksLostError
+from rayfcp.cluster.workers.calls import GroupFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers
 from tests.cluster.light import LightWorker, bytes_of, light_config, light_start, light_stores, shard
@@ -60,10 +60,10 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
-    worker_group, pending = WorkerGroup(start, start.open_all()), PendingWorkers(start)
     snapshot_stores = light_stores(config, run_key="nodes")
+    worker_group = WorkerGroup(start, start.open_all(), kill=snapshot_stores.kill)
+    pending = PendingWorkers(start)
     snapshot_stores.assign(worker_group.members)
-    worker_group.kill_process = snapshot_stores.kill
     found: dict[str, Any] = {"spread": len({fact.node_id for fact in worker_group.facts})}
     found["kept_elsewhere"] = send_copies(worker_group, snapshot_stores)
     node_of = {number: fact.node_id for number, fact in enumerate(worker_group.facts)}
@@ -82,7 +82,7 @@ def main() -> None:
     shutil.rmtree(memory)  # as with a real node
     try:
         worker_group.get(refs)
-    except RanksLostError as error:
+    except GroupFailedError as error:
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
     left = snapshot_stores.newest_state(worker_group.all, up_to=1)
     found["copies_left"] = [copy.node_id != second.node_id for copy in left.copies]

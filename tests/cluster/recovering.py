@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ray._private.state import actors
 
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.values import StepReport

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config, ConfigError
 from rayfcp.models.nf4 import packed, unpacked
 from rayfcp.telemetry.events import read_events

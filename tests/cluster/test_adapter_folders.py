@@ -7,9 +7,9 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from rayfcp.cluster.driver.preparing import check_runnable
+from rayfcp.cluster.driver.references import check_reference
 from rayfcp.cluster.evaluation import Subject
-from rayfcp.cluster.references import check_reference
-from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config, ConfigError
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB

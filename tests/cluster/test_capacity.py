@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.cluster.planning.capacity import (
+from rayfcp.cluster.facts.capacity import (
     ACCELERATOR_MEMORY_SHARE,
     CPU_MEMORY_SHARE,
     GIB,
@@ -15,8 +15,8 @@ from rayfcp.cluster.planning.capacity import (
     device_memory,
     tokens_that_fit,
 )
-from rayfcp.cluster.planning.preview import model_of
-from rayfcp.cluster.workers.facts import DeviceFacts, device_names, layers_of_stage
+from rayfcp.cluster.facts.devices import DeviceFacts, device_names, layers_of_stage
+from rayfcp.cluster.tools.preview import model_of
 from rayfcp.config import Config
 from rayfcp.cost.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.plan import model_profile

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import Planner, PlanRecord, RunPlanner, sequences_of
+from rayfcp.cluster.actors.planner import Planner, PlanRecord, RunPlanner, sequences_of
+from rayfcp.cluster.facts.measured import analytic_cost
 from rayfcp.config import Config
 from rayfcp.program import Programs
 from rayfcp.values import ClusterSpec, GlobalBatch, Sample

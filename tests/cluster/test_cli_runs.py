@@ -14,7 +14,7 @@ import ray
 
 from rayfcp.cli import main
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
-from rayfcp.cluster.trainer import check_runnable
+from rayfcp.cluster.driver.preparing import check_runnable
 from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line
 from tests.cluster.light import free_cpus_again

@@ -12,13 +12,14 @@ import ray
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.actors.decoders import Decoders, fetched
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.decoders import Decoders, fetched
-from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import sequences_of
+from rayfcp.cluster.driver.preparing import prepared_data
+from rayfcp.cluster.facts.measured import analytic_cost
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange

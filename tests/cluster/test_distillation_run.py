@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config, dump_config
 from rayfcp.data import LengthIndex, TokenReader, cached_prepare
 from rayfcp.models.build import random_model

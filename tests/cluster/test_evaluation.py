@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.controller.evaluating import Evaluated
-from rayfcp.cluster.controller.following import without_training
-from rayfcp.cluster.trainer import FlexTrainer, export_run
+from rayfcp.cluster.driver.following import without_training
+from rayfcp.cluster.jobs.evaluating import Evaluated
+from rayfcp.cluster.tools.exporting import export_run
+from rayfcp.cluster.trainer import FlexTrainer
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.commands.evaluate import table
 from rayfcp.config import Config, dump_config

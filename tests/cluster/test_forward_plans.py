@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.planning.capacity import cluster_spec
-from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import Planner, PlanRecord
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.actors.planner import Planner, PlanRecord
+from rayfcp.cluster.facts.capacity import cluster_spec
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.measured import analytic_cost
 from rayfcp.config import Config
 from rayfcp.plan import model_profile
 from rayfcp.program import Programs

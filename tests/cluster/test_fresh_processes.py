@@ -7,8 +7,8 @@ import pytest
 from ray._private.state import actors
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.workers.facts import DeviceFacts
-from rayfcp.cluster.workers.lifetime import STANDBY, WORKER
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.runtime.lifetime import STANDBY, WORKER
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
 from rayfcp.telemetry.events import EventKind, read_events

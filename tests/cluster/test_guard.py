@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster import FlexTrainer, RunFailedError
-from rayfcp.cluster.controller.stepping import RECORD, NumberGuard
-from rayfcp.cluster.workers.facts import RunAbortedError
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.errors import RunAbortedError, RunFailedError
+from rayfcp.cluster.jobs.stepping import RECORD, NumberGuard
 from rayfcp.config import Config
 from rayfcp.data import load_tokenizer
 from rayfcp.execute.reports import DeviceReport

@@ -12,13 +12,13 @@ import pytest
 import ray
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.lock import LOCK_FILE, check_free, hold, sweep
+from rayfcp.cluster.session.lock import LOCK_FILE, check_free, hold, sweep
 from rayfcp.config import ConfigError
 from tests.cluster.runs import run_config, write_texts
 
 HOLD = """
 import sys
-from rayfcp.cluster.lock import hold
+from rayfcp.cluster.session.lock import hold
 with hold(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
@@ -26,7 +26,7 @@ with hold(sys.argv[1]):
 
 TAKE_TURNS = """
 import sys
-from rayfcp.cluster.lock import hold
+from rayfcp.cluster.session.lock import hold
 for _ in range(1000):
     with hold(sys.argv[1], wait_s=60):
         with open(sys.argv[2], "x"):

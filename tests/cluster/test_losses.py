@@ -11,10 +11,10 @@ import ray
 
 from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.runtime.lifetime import OrphanWatch, keep_alive
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.cluster.workers.lifetime import OrphanWatch
-from rayfcp.cluster.workers.starting import PendingWorkers, keep_alive
+from rayfcp.cluster.workers.starting import PendingWorkers
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import ClusterSpec
@@ -35,12 +35,9 @@ def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, Snaps
     """A worker_group, those who fill its gaps, and snapshot stores that end processes."""
     with free_cpus_again():
         start = light_start(config, run_key="losses")
-        worker_group, pending = (
-            WorkerGroup(start, start.open_all()),
-            PendingWorkers(start),
-        )
         snapshot_stores = light_stores(config, run_key="losses")
-        worker_group.kill_process = snapshot_stores.kill
+        worker_group = WorkerGroup(start, start.open_all(), kill=snapshot_stores.kill)
+        pending = PendingWorkers(start)
         yield worker_group, pending, snapshot_stores
         pids = [fact.pid for fact in worker_group.facts]
         pending.end()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.planning.measured import (
+from rayfcp.cluster.facts.measured import (
     COMMAND,
     about_run,
     analytic_cost,

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rayfcp.cluster.controller.observing import TimedGroups, observations, own_seconds, rank_seconds, timed_groups
+from rayfcp.cluster.facts.observing import TimedGroups, observations, own_seconds, rank_seconds, timed_groups
 from rayfcp.config.models import PlanConfig
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.plan import plan_batch

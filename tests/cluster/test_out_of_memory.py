@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rayfcp.cluster.dataset import described_model
-from rayfcp.cluster.planning.capacity import GIB, cluster_spec
-from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.out_of_memory import LESS_MEMORY, more_recomputation, predicted_bytes
+from rayfcp.cluster.facts.capacity import GIB, cluster_spec
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.measured import analytic_cost
+from rayfcp.cluster.facts.out_of_memory import LESS_MEMORY, more_recomputation, predicted_bytes
 from rayfcp.cluster.runtime import TaskFailedError
 from rayfcp.cluster.workers.calls import GroupCall
-from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PassShape

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rayfcp
-from rayfcp.cluster.planning.pool import PlannerPool, Ticket
-from rayfcp.cluster.workers.starting import CapacityError
+from rayfcp.cluster.actors.planner_pool import PlannerPool, Ticket
+from rayfcp.cluster.errors import CapacityError
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.program import Programs
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import rayfcp
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.driver.preparing import prepared_data, prepared_sets
 from rayfcp.cluster.evaluation import evaluate_sets
-from rayfcp.cluster.trainer import prepared_data, prepared_sets
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import TokenReader

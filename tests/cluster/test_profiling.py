@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.planning.costs import Profiled, profile_table
-from rayfcp.cluster.planning.measured import read_cost
-from rayfcp.cluster.planning.profiling import profile_run
+from rayfcp.cluster.facts.costs import Profiled, profile_table
+from rayfcp.cluster.facts.measured import read_cost
+from rayfcp.cluster.tools.profiling import profile_run
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from tests.cluster.recovering import Trouble

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rayfcp.cluster.controller.reporting import Recorder
-from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import RunPlanner
+from rayfcp.cluster.actors.planner import RunPlanner
+from rayfcp.cluster.facts.devices import layers_of_stage
+from rayfcp.cluster.facts.measured import analytic_cost
+from rayfcp.cluster.jobs.reporting import Recorder
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.facts import layers_of_stage
 from rayfcp.config import Config
 from rayfcp.plan import model_profile, plan_batch
 from rayfcp.program import lower

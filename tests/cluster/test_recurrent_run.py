@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config
 from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
 from tests.cluster.runs import run_config, steps_of, write_texts

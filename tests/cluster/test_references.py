@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfcp.cluster import references
 from rayfcp.cluster.checkpoints.folder import REFERENCE, CheckpointFolder, Manifest
-from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun
 from rayfcp.cluster.dataset import TRAINING, Dataset, References, Sums, open_dataset
-from rayfcp.cluster.references import reference_sums
+from rayfcp.cluster.driver import references
+from rayfcp.cluster.driver.preparing import prepared_data, prepared_sets
+from rayfcp.cluster.driver.references import reference_sums
+from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import prepared_data, prepared_sets
 from rayfcp.config import Config, ConfigError
 from rayfcp.data.index import LengthIndex
 from tests.cluster.recovering import Trouble

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from rayfcp.cluster.checkpoints.saving import put_aside
-from rayfcp.cluster.controller.reporting import Journal, picture_of
+from rayfcp.cluster.jobs.reporting import Journal, picture_of
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config
 from rayfcp.telemetry.steps import read_steps

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config
 from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
 from tests.cluster.runs import run_config, steps_of

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rayfcp.cluster import FlexTrainer, export_run
-from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.driver.preparing import prepared_data
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.telemetry.events import read_events
 from tests.cluster.recovering import Trouble, kill, pids
 from tests.cluster.runs import run_config, steps_of

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rayfcp.cluster.facts.devices import DeviceFacts, HostFacts
 from rayfcp.cluster.recovery.room import COPY_BYTES, check_room
 from rayfcp.cluster.workers import environment
 from rayfcp.cluster.workers.environment import host_facts
-from rayfcp.cluster.workers.facts import DeviceFacts, HostFacts
 from rayfcp.config import ConfigError
 from rayfcp.plan import model_profile
 from tests.cluster.runs import run_config

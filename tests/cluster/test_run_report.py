@@ -9,7 +9,7 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.planning.baselines import NoBaselineError, baseline_of
+from rayfcp.cluster.tools.replanning import NoBaselineError, baseline_of
 from rayfcp.config import Config, ConfigError
 from rayfcp.telemetry.baseline import refit_text
 from rayfcp.telemetry.events import EventKind, read_events

@@ -9,9 +9,9 @@ import pytest
 
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
+from rayfcp.cluster.errors import RunAbortedError
 from rayfcp.cluster.runtime import ActorLostError, TaskFailedError
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import ConfigError
 from rayfcp.data import LengthIndex, Sampler
 from rayfcp.data.prepare import prepare_local
@@ -77,12 +77,12 @@ class RuntimeOfWrites(RayRuntime):
 
 
 class Devices:
-    """Devices, one on each of two nodes, with their stores: the interfaces of a cluster's state and of replication that
-    a saver needs. `is_slow`: copies are complete only with the next step, as on accelerators."""
+    """Devices, one on each of two nodes, with their stores: the interfaces of a worker group, of stores and of
+    replication that a saver needs. `is_slow`: copies are complete only with the next step, as on accelerators."""
 
     def __init__(self, count: int, *, folder: Path) -> None:
         self.runtime = RuntimeOfWrites()
-        self.worker_group = self.snapshot_stores = self
+        self.all: list[Any] = []
         self.handles = [Called() for _ in range(count)]
         self.copies = CopyFolder(folder / "copies")
         self.states = SimpleNamespace(here=None)
@@ -105,7 +105,7 @@ class Devices:
         self.writes = list(made)
         return made
 
-    def replace_store(self, node_id: str) -> None:
+    def replace(self, node_id: str, *, members: Sequence[Any]) -> None:
         self.replaced.append(node_id)
 
     def copy_now(self, step: int) -> None:
@@ -142,7 +142,8 @@ class Run:
             self.config,
             resume=self.make_resume("auto"),
             replication=self.devices,
-            cluster_state=self.devices,
+            worker_group=self.devices,
+            stores=self.devices,
             metrics=self.metrics,
             log=self.said.append,
         )

@@ -15,10 +15,10 @@ import ray
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.store import born
 from rayfcp.cluster.recovery.stores import SnapshotStores, ring
-from rayfcp.cluster.recovery.transfer import read_copy
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.execute.state.transfer import read_copy
 from rayfcp.values import KeptStates
 from rayfcp.values.state import Box, StateId
 from tests.cluster.light import bytes_of, free_cpus_again, light_config, light_start, light_stores, shard
@@ -170,7 +170,7 @@ def test_a_run_knows_its_states_through_all_its_starts(tmp_path: Path) -> None:
     history.begin(1, version=5)
     (tmp_path / "generations.jsonl").open("a").write('\n{"generation": 2, "ver')  # its writer died
     again = History(tmp_path)
-    assert (again.run, again.last) == (history.run, 1)
+    assert (again.run, again.newest) == (history.run, 1)
     again.begin(2, version=3)  # from a checkpoint
     for known in (again, History(tmp_path)):
         states = [(4, 0), (3, 0), (9, 1), (3, 1), (9, 2), (1, 3)]

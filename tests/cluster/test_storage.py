@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from rayfcp.cluster import FlexTrainer, export_run
+from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
 from rayfcp.cluster.recovery.store import SnapshotStore
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import SavedPart
 from rayfcp.values import StateId

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.planning.reading import Readers
+from rayfcp.cluster.actors.readers import Readers
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config
 from rayfcp.data.stream import StreamSampler, open_stream

@@ -12,8 +12,10 @@ from urllib.request import urlopen
 import pyarrow as pa
 import pytest
 
-from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
+from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
+from rayfcp.cluster.errors import RunFailedError
+from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import DeviceReport

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayfcp.cluster.recovery import transfer
-from rayfcp.cluster.recovery.transfer import Listener, NoRoomError, Peer, TransferError, read_copy, send_copies
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.execute.state import transfer
 from rayfcp.execute.state.copies import CopyFolder, CopyGoneError, NewCopy
+from rayfcp.execute.state.transfer import Listener, NoRoomError, Peer, TransferError, read_copy, send_copies
 from rayfcp.values import ShardHeader
 from rayfcp.values.state import Box
 from tests.cluster.light import bytes_of, shard

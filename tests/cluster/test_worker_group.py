@@ -6,10 +6,12 @@ import pytest
 from ray._private.runtime_env.nsight import parse_nsight_config
 from ray.runtime_env import RuntimeEnv
 
+from rayfcp.cluster.errors import CapacityError
+from rayfcp.cluster.facts.resources import nsight_options
 from rayfcp.cluster.runtime import ActorSpec, Role
 from rayfcp.cluster.runtime.on_ray import RayRuntime, _options
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, nsight_options
+from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.config import Config, ConfigError
 from tests.cluster.runs import run_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.planning.capacity import tokens_that_fit
+from rayfcp.cluster.facts.capacity import tokens_that_fit
 from rayfcp.compare import layouts as layouts_module
 from rayfcp.compare.advice import Advice, Advisor, format_layouts, layout_section, suits
 from rayfcp.compare.arguments import Inputs
@@ -199,8 +199,8 @@ def tiny(folder: Path) -> Path:
 def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
     """Every layout is usable: the run accepts the configuration, and has the same room for tokens and layers of
     stages."""
-    from rayfcp.cluster.trainer import check_runnable
-    from rayfcp.cluster.workers.facts import layers_of_stage
+    from rayfcp.cluster.driver.preparing import check_runnable
+    from rayfcp.cluster.facts.devices import layers_of_stage
 
     given: dict[str, Any] = {"model": str(tiny(tmp_path)), "hardware": "cpu", "max_seqlen": 512, "memory_gib": 0.05}
     given |= {"reduce_every": None, "strategies": NAMES[:1], "global_batch": 4}
@@ -226,8 +226,8 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["qwen3-1.7b", "gpt-7b"])
 def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model: str) -> None:
     """What only the user knows is refused by name before it is filled in; planning needs none of it."""
-    from rayfcp.cluster.planning.preview import model_of
-    from rayfcp.cluster.trainer import check_runnable
+    from rayfcp.cluster.driver.preparing import check_runnable
+    from rayfcp.cluster.tools.preview import model_of
 
     inputs = request(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
     path = tmp_path / "config.yaml"

@@ -78,7 +78,7 @@ def test_from_rows_and_a_folder_to_a_configuration(model: Path, capsys: pytest.C
     assert "train.steps is 'FILL_IN', a placeholder" in capsys.readouterr().err
     on_cpu = ["train.steps=2", "train.learning_rate=1e-5", "cluster.device=cpu", "cluster.num_workers=2"]
     config = load_config("advised.yaml", overrides=[*on_cpu, "cluster.memory_gib_per_device=null"])
-    from rayfcp.cluster.trainer import check_runnable
+    from rayfcp.cluster.driver.preparing import check_runnable
 
     check_runnable(config)
     assert (config.data.paths, config.data.tokenizer, config.model.init) == (("rows.jsonl",), str(model), "pretrained")
@@ -108,7 +108,7 @@ def test_rows_are_counted_by_the_model_s_tokenizer(model: Path, monkeypatch: pyt
 def test_a_configuration_says_all_but_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batches are those that the run trains on, its choices are kept, options and overrides go before it."""
     from rayfcp.cluster.dataset import open_dataset
-    from rayfcp.cluster.trainer import prepared_data
+    from rayfcp.cluster.driver.preparing import prepared_data
 
     found = inputs(monkeypatch, "mine.yaml")
     assert (found.hardware, found.devices, found.memory_gib) == ("cpu", 2, 1.5)

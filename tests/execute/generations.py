@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import Dataset, open_dataset
-from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.data.evaluation import open_sets

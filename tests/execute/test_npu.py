@@ -8,7 +8,7 @@ import pytest
 import torch
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
-from rayfcp.cluster.workers.starting import bundle
+from rayfcp.cluster.facts.resources import bundle
 from rayfcp.execute.devices.backend import backend_of, device_kind
 from rayfcp.values.devices import DEVICES, device_of_group_backend
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
 from rayfcp.data.prepare import prepare_local

@@ -17,9 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rayfcp.cluster.controller.evaluating import result_of
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import TRAINING, Dataset, open_dataset
-from rayfcp.cluster.planning.planner import sequences_of
+from rayfcp.cluster.jobs.evaluating import result_of
 from rayfcp.config import Config
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.data import TokenReader

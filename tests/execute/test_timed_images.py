@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayfcp.bench.alone import alone
-from rayfcp.cluster.planning.measured import analytic_cost, measure_cost
+from rayfcp.cluster.facts.measured import analytic_cost, measure_cost
 from rayfcp.config import Config
 from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.cost.fit import few_shapes, image_shapes

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import Dataset, open_dataset
-from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine

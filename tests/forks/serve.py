@@ -19,9 +19,9 @@ from typing import Any
 USED = (
     "ray._private.workers",
     "pydantic.v1",  # by Ray, as it meets the first object
-    "rayfcp.cluster.planning.planner",
+    "rayfcp.cluster.actors.planner",
     "rayfcp.cluster.recovery.store",
-    "rayfcp.cluster.controller.training",
+    "rayfcp.cluster.jobs.controller",
     "rayfcp.cluster.workers.worker",
     "tests.forks.preloaded",
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.planning.preview import OfflinePlan
+from rayfcp.cluster.tools.preview import OfflinePlan
 from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.verify import check_plan

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from rayfcp.cluster.workers.starting import CONTROLLER_CPUS, bundle
+from rayfcp.cluster.facts.resources import CONTROLLER_CPUS, bundle
 from rayfcp.config import Config, load_config
 from rayfcp.values.devices import DEVICES
 

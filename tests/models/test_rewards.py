@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from rayfcp.bench.alone import random_shards
-from rayfcp.cluster.planning.preview import OfflinePlan
+from rayfcp.cluster.tools.preview import OfflinePlan
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.config.architecture import ArchitectureConfig

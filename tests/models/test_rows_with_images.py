@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayfcp.cluster.planning.planner import sequences_of
+from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, TokenReader
 from rayfcp.data.rows import IGNORED

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rayfcp.cluster.workers.lifetime import STANDBY
+from rayfcp.cluster.runtime.lifetime import STANDBY
 from tests.simulated.schedule import Fault, Kind
 from tests.simulated.world import HEAD, Actor, Node, Process
 

@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
-    *("checkpoints.saving", "controller.evaluating", "controller.following", "controller.stepping"),
-    *("controller.training", "controller.loop", "planning.actors", "planning.queue"),
-    *("recovery.stores", "workers.calls", "workers.cluster_state", "workers.group", "workers.starting"),
+    *("actors.planners", "actors.plan_queue", "checkpoints.saving", "driver.following"),
+    *("jobs.controller", "jobs.evaluating", "jobs.loop", "jobs.stepping", "recovery.stores"),
+    *("session.devices", "session.losses", "workers.calls", "workers.group", "workers.starting"),
 )
 ELASTIC = ("hang", "recoverable", "size")
 

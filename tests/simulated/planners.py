@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rayfcp.cluster.planning.planner import PlanRecord
+from rayfcp.cluster.actors.planner import PlanRecord
 from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance
 from tests.simulated.schedule import Schedule
 from tests.simulated.world import Actor, Deferred

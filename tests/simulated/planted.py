@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from rayfcp.cluster.actors.plan_queue import PlanQueue
+from rayfcp.cluster.actors.planners import Planners, PlanRequests
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
-from rayfcp.cluster.controller.loop import TrainingLoop
-from rayfcp.cluster.controller.stepping import Stepper
-from rayfcp.cluster.planning.actors import Planners, PlanRequests
-from rayfcp.cluster.planning.queue import PlanQueue
+from rayfcp.cluster.jobs.loop import TrainingLoop
+from rayfcp.cluster.jobs.stepping import Stepper
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.session.devices import Devices
 from rayfcp.cluster.workers.calls import GroupCall
-from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
 from rayfcp.elastic.recoverable import CopiedStates, RecoverableState, ShardCopy
@@ -120,16 +120,16 @@ def _old_plans() -> AbstractContextManager[Any]:
 
 def _drain_is_death() -> AbstractContextManager[Any]:
     """Devices of a node that is about to go are ended at once."""
-    decide = ClusterState.decide
+    upkeep = Devices.upkeep
 
-    def ending(self: ClusterState, **given: Any) -> Any:
-        draining = self._nodes.draining
-        for member in self.worker_group.members:
+    def ending(self: Devices, **given: Any) -> Any:
+        draining = self._nodes.view.draining
+        for member in self.workers.members:
             if member.facts.node_id in draining:
-                self._runtime.end(member.handle)
-        return decide(self, **given)
+                self.workers.runtime.end(member.handle)
+        return upkeep(self, **given)
 
-    return patch.object(ClusterState, "decide", ending)
+    return patch.object(Devices, "upkeep", ending)
 
 
 def _dropped_copies() -> AbstractContextManager[Any]:
@@ -159,8 +159,12 @@ def _safe_though_lost() -> AbstractContextManager[Any]:
 
 def _unlogged_steps() -> AbstractContextManager[Any]:
     """A run goes on from a state of steps that are not in its log (0b538bb)."""
-    newest = ClusterState.newest_state
-    return patch.object(ClusterState, "newest_state", lambda self, *, up_to: newest(self, up_to=10**6))
+    newest = SnapshotStores.newest_state
+
+    def unlogged(self: SnapshotStores, members: Any, *, up_to: int) -> Any:
+        return newest(self, members, up_to=10**6)
+
+    return patch.object(SnapshotStores, "newest_state", unlogged)
 
 
 def _dispatch_unsafe() -> AbstractContextManager[Any]:
@@ -188,7 +192,7 @@ def _orphans() -> AbstractContextManager[Any]:
     def end(self: WorkerGroup) -> None:
         self.drop([member.id for member in self.members])
 
-    import rayfcp.cluster.controller.following as following
+    import rayfcp.cluster.driver.following as following
 
     return _all(
         patch.object(WorkerGroup, "end", end), patch.object(following, "end_leftovers", lambda runtime, key: None)
@@ -202,7 +206,7 @@ def _leaked_devices() -> AbstractContextManager[Any]:
         self._held.pop(worker.id, None)
         self.runtime.end(worker.handle)
 
-    import rayfcp.cluster.controller.following as following
+    import rayfcp.cluster.driver.following as following
 
     return _all(
         patch.object(WorkerStart, "end", end),
@@ -287,7 +291,7 @@ def _planner_dies_starting() -> AbstractContextManager[Any]:
 
 def _dead_nodes_keep() -> AbstractContextManager[Any]:
     """Snapshot stores are started on nodes whose standby workers are dead (found by this simulation)."""
-    return patch.object(ClusterState, "_drop_dead", lambda self: None)
+    return patch.object(WorkerGroup, "drop_dead", lambda self: None)
 
 
 def _torn_checkpoint() -> AbstractContextManager[Any]:
@@ -336,7 +340,7 @@ def _unwatched() -> AbstractContextManager[Any]:
 
 def _request_stays() -> AbstractContextManager[Any]:
     """A lost controller's request to the autoscaler outlives the run (found by this simulation)."""
-    import rayfcp.cluster.controller.following as following
+    import rayfcp.cluster.driver.following as following
 
     end_leftovers = following.end_leftovers
 

@@ -14,16 +14,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-import rayfcp.cluster.controller.reporting
-import rayfcp.cluster.controller.training
 import rayfcp.cluster.dataset
-import rayfcp.cluster.planning.costs
+import rayfcp.cluster.facts.costs
+import rayfcp.cluster.jobs.controller
+import rayfcp.cluster.jobs.reporting
 from rayfcp.cluster.checkpoints.folder import MANIFEST, read_manifest
-from rayfcp.cluster.controller.evaluating import EvaluationRun
-from rayfcp.cluster.controller.following import follow
-from rayfcp.cluster.controller.training import Controller, Outcome
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.planning.measured import MeasuredCost
+from rayfcp.cluster.driver.following import follow
+from rayfcp.cluster.facts.measured import MeasuredCost
+from rayfcp.cluster.jobs.controller import Controller, Outcome
+from rayfcp.cluster.jobs.evaluating import EvaluationRun
 from rayfcp.cluster.runtime import Role
 from rayfcp.config import Config
 from rayfcp.cost.fit import Fit
@@ -546,15 +546,15 @@ def _config(schedule: Schedule, folder: Path) -> Config:
 def _surroundings(open_dataset: Any) -> Iterator[None]:
     """Data without files, no fit of timed passes, and no report: what is not under test, and slow."""
 
-    def start_cost(worker_group: Any, guess: Any, **_: Any) -> MeasuredCost:
-        worker_group.call(lambda _, worker: worker.time_passes.remote(()))
+    def start_cost(passes: Any, guess: Any, **_: Any) -> MeasuredCost:
+        passes(())
         return MeasuredCost(fit=Fit(cost=guess, mean_error=0.0), passes=(), held_out=())
 
     with (
         patch.object(rayfcp.cluster.dataset, "open_dataset", open_dataset),
-        patch.object(rayfcp.cluster.planning.costs, "start_cost", start_cost),
-        patch.object(rayfcp.cluster.controller.reporting, "write_report", lambda _: None),
-        patch.object(rayfcp.cluster.controller.training, "dump_config", repr),
+        patch.object(rayfcp.cluster.facts.costs, "start_cost", start_cost),
+        patch.object(rayfcp.cluster.jobs.reporting, "write_report", lambda _: None),
+        patch.object(rayfcp.cluster.jobs.controller, "dump_config", repr),
     ):
         yield
 

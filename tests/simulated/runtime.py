@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rayfcp.cluster.controller.following import POLL_S
+from rayfcp.cluster.driver.following import POLL_S
 from rayfcp.cluster.runtime import (
+    LOOPBACK,
     ActorLostError,
     ActorSpec,
     CallError,
     NoAnswerError,
     NodeView,
+    Rendezvous,
     Role,
 )
-from rayfcp.cluster.workers.facts import LOOPBACK, Rendezvous
 from rayfcp.values import ClusterSpec
 from tests.simulated.world import HEAD, Actor, Handle, Process, ProcessKilledError, Ref, Reservation, World, named
 

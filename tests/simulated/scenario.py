@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.controller.evaluating import EvaluationRun
+from rayfcp.cluster.jobs.evaluating import EvaluationRun
 from rayfcp.cluster.runtime import Role
 from rayfcp.telemetry.events import Event, EventKind
 from tests.simulated.run import Result, simulate

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster.recovery.store import SnapshotStore, StoreFacts
-from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError, Peer, TransferError
 from rayfcp.execute.reports import FileSum, SavedPart, SavedTensor
 from rayfcp.execute.state.copies import COPY, CopyFolder, CopyGoneError, NewCopy
 from rayfcp.execute.state.saving import CopyMissingError, SaveError, write_shard
+from rayfcp.execute.state.transfer import CopyRemovedError, NoRoomError, Peer, TransferError
 from rayfcp.values import ShardHeader, StateId
 from tests.simulated.disk import Disk
 from tests.simulated.world import Actor, Deferred

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.controller.evaluating import EvaluationRun
+from rayfcp.cluster.jobs.evaluating import EvaluationRun
 from rayfcp.telemetry.events import EventKind
 from tests.examples import examples
 from tests.simulated.data import GLOBAL_BATCH, NUM_SAMPLES

@@ -8,22 +8,21 @@ import pytest
 CLUSTER = Path(__file__).resolve().parents[2] / "rayfcp" / "cluster"
 
 ACTORS = {
-    "planning/decoders",
-    "planning/planner",
+    "actors/decoders",
+    "actors/planner",
     "recovery/store",
-    "recovery/transfer",
+    "runtime/lifetime",
+    "runtime/on_ray",
     "workers/environment",
-    "workers/lifetime",
     "workers/worker",
 }
-"""Code of actors other than the controller, which runs on Ray itself."""
+"""Code of actors other than the controller, which runs on Ray itself, and the runtime on Ray."""
 
-ON_RAY = ACTORS | {"planning/profiling", "planning/preview"}
-ON_RAY |= {"controller/following"}  # handles signals, of the main thread
+ON_RAY = ACTORS | {"session/lock"}  # waits for processes of another run
 
 CONTROL = [
     name
-    for folder in ("checkpoints", "controller", "planning", "recovery", "workers")
+    for folder in ("runtime", "facts", "actors", "workers", "recovery", "checkpoints", "session", "jobs")
     for path in sorted((CLUSTER / folder).glob("*.py"))
     if (name := f"{folder}/{path.stem}") not in ON_RAY and path.stem != "__init__"
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rayfcp.cluster.recovery.transfer import Peer
-from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.runtime import Rendezvous
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
     BatchLosses,
@@ -21,6 +21,7 @@ from rayfcp.execute.reports import (
     Joined,
     find_damage,
 )
+from rayfcp.execute.state.transfer import Peer
 from rayfcp.values import GlobalBatch, KeptStates, Span, SpanKind, StateId
 from rayfcp.values.state import ALL_STATES, Box
 from tests.simulated import state as states

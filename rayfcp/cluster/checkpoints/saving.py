@@ -22,10 +22,10 @@ from rayfcp.cluster.checkpoints.folder import (
     shares,
     step_of,
 )
+from rayfcp.cluster.errors import RunAbortedError
 from rayfcp.cluster.recovery.replication import Replication
+from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import CallError, Task, TaskFailedError
-from rayfcp.cluster.workers.cluster_state import ClusterState
-from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import TrainConfig
@@ -273,14 +273,16 @@ class Saver:
         *,
         resume: Resume,
         replication: Replication,
-        cluster_state: ClusterState,
+        worker_group: WorkerGroup,
+        stores: SnapshotStores,
         metrics: MetricsExporter,
         log: Callable[[str], None],
     ) -> None:
         self._config, self.resume, self._folder, self._log = config, resume, resume.folder, log
-        self._replication, self._state, self._metrics = replication, cluster_state, metrics
+        self._replication, self._metrics = replication, metrics
+        self._workers, self._stores = worker_group, stores
         self._pending: _Pending | None = None
-        self._runtime = cluster_state.worker_group.runtime
+        self._runtime = worker_group.runtime
         self._run_in_background = self._runtime.background("checkpoint-commit")
         self._failures = 0
         self.saved_step = resume.step
@@ -296,7 +298,7 @@ class Saver:
         self.abandon()
         if self._pending is not None:
             self._wait(self._pending)
-        self.saved_step = self.resume.fall_back(self._state.worker_group)
+        self.saved_step = self.resume.fall_back(self._workers)
         self._metrics.set_checkpoint(self.saved_step)
         return self.saved_step
 
@@ -342,7 +344,7 @@ class Saver:
 
         Raises:
             RunAbortedError: it could not be written.
-            RanksLostError: a device is gone before its state was copied.
+            GroupFailedError: a device is gone before its state was copied.
         """
         pending = self._pending
         if pending is not None:
@@ -385,8 +387,7 @@ class Saver:
         return self._pending
 
     def _write(self, pending: _Pending) -> None:
-        stores = self._state.snapshot_stores
-        pending.writes = stores.save(pending.state, pending.numbers, folder=str(pending.folder))
+        pending.writes = self._stores.save(pending.state, pending.numbers, folder=str(pending.folder))
 
     def _collect(self, pending: _Pending) -> None:
         """Take up parts that are on disk; commit once no more are written."""
@@ -401,7 +402,7 @@ class Saver:
             except CallError as error:
                 pending.problem = f"the snapshot store on {node[:8]} is lost: {' '.join(str(error).split())}"
                 pending.may_retry = True
-                self._state.replace_store(node)
+                self._stores.replace(node, members=self._workers.all)
         if not writes and pending.commit is None:
             self._replication.end_lease()
             self._commit(pending)
@@ -415,7 +416,7 @@ class Saver:
             self._runtime.wait(list(pending.writes or ()), timeout_s=LOOK_S)
             self._collect(pending)
             if self._runtime.now_s() > end_s:  # a store that hangs would never end its write
-                self._state.snapshot_stores.end_lost()
+                self._stores.end_lost()
                 end_s = self._runtime.now_s() + self._config.elastic.hang_min_s
         return self._conclude(pending)
 

@@ -23,6 +23,8 @@ class History:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / GENERATIONS_FILE
         self._first: dict[int, int] = {}
+        self.newest = -1
+        """Highest number of a generation that was begun, tried, or found in copies; -1 before the first."""
         self._unwritten = ""
         self.run = ""
         """Part of the name of the run's folders in shared memory: a new one if its own folder was removed."""
@@ -34,20 +36,21 @@ class History:
             self.run = fields.get("run", self.run)
             if "generation" in fields:
                 self._first[fields["generation"]] = fields["version"]
+                self.see(fields["generation"])
         if not self.run:
             self.run = secrets.token_hex(4)
             self._write(run=self.run)
 
-    @property
-    def last(self) -> int:
-        """Number of the last generation, -1 before the first."""
-        return max(self._first, default=-1)
+    def see(self, generation: int) -> None:
+        """Note a number, which no later generation gets."""
+        self.newest = max(self.newest, generation)
 
     def begin(self, generation: int, *, version: int) -> None:
         """Write down that a generation starts from `version`. Without room for it, a restarted controller does not find
         the copies that the generation makes."""
         self._write(generation=generation, version=version)
         self._first[generation] = version
+        self.see(generation)
 
     def has(self, state: StateId) -> bool:
         """Whether no later generation started from a version before it."""

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rayfcp.cluster.recovery.transfer import CopyRemovedError, NoRoomError
+from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import CallError, TaskFailedError
-from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Failure
 from rayfcp.elastic.intervals import CopyCosts, Intervals, Loses, LossRates, choose, lost_per_hour
 from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
+from rayfcp.execute.state.transfer import CopyRemovedError, NoRoomError
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import KeptStates, StateId
 from rayfcp.values.counted import counted
@@ -45,19 +46,20 @@ class Replication:
     def __init__(
         self,
         config: Config,
-        cluster_state: ClusterState,
+        worker_group: WorkerGroup,
         *,
+        stores: SnapshotStores,
         version: int,
         metrics: MetricsExporter,
         log: Callable[[str], None],
     ) -> None:
-        self._elastic, self._state = config.elastic, cluster_state
-        self._runtime, self._stores = cluster_state.worker_group.runtime, cluster_state.snapshot_stores
+        self._elastic, self._workers, self._stores = config.elastic, worker_group, stores
+        self._runtime = worker_group.runtime
         self.states = CopiedStates.start((), generation=-1, first=version)
         self._taken = version
         self._pushes: list[Any] = []
         self._sent_s: list[float] = []
-        self._is_host = DEVICES[cluster_state.device].is_host
+        self._is_host = DEVICES[worker_group.device].is_host
         self.send_s = 0.0
         """Seconds that it took to send the last state to other nodes."""
         self._is_auto = config.elastic.snapshot_every_steps == AUTO
@@ -83,11 +85,11 @@ class Replication:
 
     def begin(self, *, version: int) -> None:
         """Start a generation that holds the state after `version` steps: it is copied on all nodes, and sent."""
-        number = self._state.cluster.generation
+        number = self._workers.cluster.generation
         self._stores.history.begin(number, version=version)
-        self.states = self.states.again(self._state.ids, generation=number, first=version)
+        self.states = self.states.again(self._workers.ids, generation=number, first=version)
         self._pushes, self._is_failed = [], False
-        self._state.assign_stores()
+        self._stores.assign(self._workers.all)
         self._note_assigned()
         self._show_intervals()
         if self.is_on:
@@ -99,18 +101,17 @@ class Replication:
         """Make all devices copy the current state, after `version` steps, unless they have."""
         state = StateId(version=version, generation=self.states.generation)
         if self.states.here != state:
-            copied = self._state.take_snapshot(state)
-            self.states = self.states.after(dict(zip(self._state.ids, copied, strict=True)))
+            copied = self._workers.call(lambda _, worker: worker.take_snapshot.remote(state))
+            self.states = self.states.after(dict(zip(self._workers.ids, copied, strict=True)))
             self._taken = version
 
     def copy_again(self, version: int) -> None:
         """Make all devices copy the current state, though they have: copies or stores are lost.
 
         Raises:
-            RanksLostError: a device is gone.
+            GroupFailedError: a device is gone.
         """
-        self._state.renew_stores()
-        self._note_assigned()
+        self._renew_stores()
         self.states = self.states.without_here()
         self.copy_now(version)
 
@@ -146,7 +147,7 @@ class Replication:
     def _numbers(self) -> dict[str, list[int]]:
         """Devices of each node."""
         numbers: dict[str, list[int]] = defaultdict(list)
-        for number, member in enumerate(self._state.worker_group.members):
+        for number, member in enumerate(self._workers.members):
             numbers[member.facts.node_id].append(number)
         return numbers
 
@@ -157,7 +158,7 @@ class Replication:
 
     def after_step(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Take note of the copies that were made, and send those that are due."""
-        copied = {id: report.copied for id, report in zip(self._state.ids, devices, strict=True)}
+        copied = {id: report.copied for id, report in zip(self._workers.ids, devices, strict=True)}
         self.states = self.states.after(copied)
         if self.is_on:
             self._measure(devices, step_s=step_s)
@@ -168,7 +169,7 @@ class Replication:
         `elastic.snapshot_every_steps`; while they find no room there, steps go on without.
 
         Raises:
-            RanksLostError: a device is gone.
+            GroupFailedError: a device is gone.
         """
         if not self.is_on:
             return
@@ -189,8 +190,21 @@ class Replication:
             elif not self._is_failed:
                 return  # nothing newer is copied: there was no memory for it
 
+    def _renew_stores(self) -> bool:
+        """Replace lost snapshot stores, on nodes with living workers; return True if there were any.
+
+        Raises:
+            GroupFailedError: a device is gone.
+        """
+        self._workers.call(lambda _, worker: worker.idle.remote())
+        self._workers.drop_dead()
+        are_lost = self._stores.end_lost()
+        self._stores.assign(self._workers.all)
+        self._note_assigned()
+        return are_lost
+
     def _note_assigned(self) -> None:
-        self._sends = self._stores.sends(member.facts.node_id for member in self._state.worker_group.members)
+        self._sends = self._stores.sends(member.facts.node_id for member in self._workers.members)
 
     def _measure(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Remember a step; now and then, choose the intervals anew."""
@@ -217,7 +231,7 @@ class Replication:
             here_s=statistics.median(self._copy_s or [0.0]),
             away_s=self.send_s if self._sends else None,
         )
-        num_devices, before = len(self._state.ids), self.intervals
+        num_devices, before = len(self._workers.ids), self.intervals
         self.intervals = choose(costs, self._rates, num_devices=num_devices)
         lost_s = lost_per_hour(costs, self._rates, intervals=self.intervals, num_devices=num_devices)
         self._metrics.set("expected_lost_seconds_per_hour", lost_s)
@@ -238,7 +252,7 @@ class Replication:
         """Take note of what was sent, and send what is due."""
         if self._pushes:
             self._collect()
-        if self._sends and not self._stores.targets <= self._state.nodes.alive:
+        if self._sends and not self._stores.targets_live:
             self.states, self._is_failed = self.states.without_away(), True
         state = self.states.to_send(every=self.intervals.send)
         if state is None or self._is_failed or not self._sends:
@@ -273,10 +287,9 @@ class Replication:
         attempt if one failed, or was of such a store.
 
         Raises:
-            RanksLostError: a device is gone.
+            GroupFailedError: a device is gone.
         """
-        are_lost = self._state.renew_stores()
-        self._note_assigned()
+        are_lost = self._renew_stores()
         if are_lost or self._is_failed:
             self._pushes, self._is_failed = [], False
             self.states = self.states.sending(None)

@@ -7,7 +7,7 @@ memory runs out.
 from collections import Counter
 from collections.abc import Sequence
 
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.values import ModelProfile
 from rayfcp.values.devices import DEVICES

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import ray
 
-from rayfcp.cluster.recovery.transfer import Listener, Peer, send_copies
-from rayfcp.cluster.workers.lifetime import OrphanWatch
+from rayfcp.cluster.runtime.lifetime import OrphanWatch
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import SavedPart
 from rayfcp.execute.state.copies import CopyFolder, copies_folder, remove_abandoned
 from rayfcp.execute.state.saving import write_part
+from rayfcp.execute.state.transfer import Listener, Peer, send_copies
 from rayfcp.values import KeptStates, StateId
 
 

@@ -7,20 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rayfcp.cluster.facts.devices import DeviceFacts, Member
+from rayfcp.cluster.facts.nodes import NodeWatch
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.store import StoreFacts
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
-from rayfcp.cluster.workers.facts import DeviceFacts, Member
-from rayfcp.cluster.workers.lifetime import STORE, actor_name
-from rayfcp.cluster.workers.starting import end_stores, keep_alive
+from rayfcp.cluster.runtime.lifetime import STORE, actor_name, keep_alive
+from rayfcp.cluster.workers.group import ANSWER_S
+from rayfcp.cluster.workers.starting import end_stores
 from rayfcp.config import Config
 from rayfcp.elastic.recoverable import RecoverableState, ShardCopy, newest
 from rayfcp.values import KeptStates, StateId
 
 logger = logging.getLogger(__name__)
-
-ANSWER_S = 5.0
-"""Time for workers and snapshot stores to list their copies, for which they have threads of their own."""
 
 LOOK_S = 0.2
 """Between two looks at their answers."""
@@ -44,6 +43,7 @@ class SnapshotStores:
 
     Args:
         history: tells which copies belong to the run.
+        nodes: living and draining nodes.
         adopted: stores of a lost controller, by node.
     """
 
@@ -54,21 +54,23 @@ class SnapshotStores:
         runtime: Runtime,
         run_key: str,
         history: History,
+        nodes: NodeWatch,
         adopted: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._runtime, self._run_key, self.history = config, runtime, run_key, history
+        self._config, self._runtime, self._run_key = config, runtime, run_key
+        self.history, self._nodes = history, nodes
         self.stores: dict[str, Any] = dict(adopted or {})
         self._opening = {node: store.open.remote() for node, store in self.stores.items()}
         self._ring: dict[str, str] = {}
         self._kills: list[Any] = []
         self._stop_beats = keep_alive(runtime, config.elastic.orphan_s, handles=lambda: list(self.stores.values()))
 
-    def assign(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
-        """Start stores on the nodes of these members where there are none, and let each node's copies go to another
-        node. Nodes to `avoid`, such as draining ones, receive copies only if there are no others."""
+    def assign(self, members: Sequence[Member]) -> None:
+        """Start stores on the nodes of these members where there are none, which also kill processes that hang, and let
+        each node's copies go to another node. Draining nodes receive copies only if there are no others."""
         nodes = sorted({member.facts.node_id for member in members})
         # Draining nodes send their copies to those that stay.
-        order = ring(set(nodes) - set(avoid) or nodes)
+        order = ring(set(nodes) - self._nodes.view.draining.keys() or nodes)
         self._ring = {node: order.get(node) or next(iter(order)) for node in nodes}
         self._start(nodes)
         pids = defaultdict(list)
@@ -80,11 +82,6 @@ class SnapshotStores:
     def sends(self, nodes: Iterable[str]) -> bool:
         """Whether one of these nodes sends its copies to another."""
         return any(self._ring[node] != node for node in nodes)
-
-    @property
-    def targets(self) -> set[str]:
-        """Nodes that receive copies."""
-        return set(self._ring.values())
 
     def await_opened(self, *, timeout_s: float) -> None:
         """Wait until all stores receive copies."""
@@ -147,12 +144,14 @@ class SnapshotStores:
         for node in sorted(silent & self.stores.keys()):
             logger.warning("the snapshot store on %s does not answer", node)
             self.forget(node)
-        return newest(copies, up_to=up_to, belongs=self.history.has)
+        state = newest(copies, up_to=up_to, belongs=self.history.has)
+        self.history.see(state.generation)
+        return state
 
     def end_lost(self) -> bool:
         """End stores that do not answer, and those of lost nodes; `assign` replaces them. Return True if there were
         any."""
-        alive, beats = self._runtime.nodes().alive, {store.beat.remote(): node for node, store in self.stores.items()}
+        alive, beats = self._nodes.look().alive, {store.beat.remote(): node for node, store in self.stores.items()}
         done = self._runtime.wait_all(list(beats), timeout_s=ANSWER_S)
         living = set()
         for ref in done:
@@ -171,8 +170,22 @@ class SnapshotStores:
         if store is not None:
             self._runtime.end(store)
 
-    def drop_copies(self, up_to: int) -> None:
-        """Drop all copies of generations up to this number."""
+    def replace(self, node_id: str, *, members: Sequence[Member]) -> None:
+        """End a store that does not work; a node that is alive gets another."""
+        self.forget(node_id)
+        if node_id in self._nodes.view.alive:
+            self.assign(members)
+
+    @property
+    def targets_live(self) -> bool:
+        """True if all nodes that receive copies are alive."""
+        return set(self._ring.values()) <= self._nodes.view.alive
+
+    def drop_copies(self, members: Sequence[Member]) -> None:
+        """Drop all copies that were made up to now; waits for these members, which make them."""
+        up_to = self.history.newest
+        calls = [member.handle.drop_copies.remote(up_to) for member in members]
+        self._runtime.wait_all(calls, timeout_s=ANSWER_S)
         for store in self.stores.values():
             store.drop_copies.remote(up_to)
 

@@ -10,10 +10,11 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from rayfcp.cluster.workers.facts import Rendezvous
 from rayfcp.telemetry.metrics import Mirror
 from rayfcp.telemetry.serving import Page
 from rayfcp.values import ClusterSpec
+
+LOOPBACK = "127.0.0.1"
 
 
 class CallError(RuntimeError):
@@ -76,6 +77,15 @@ class NodeView:
 
     alive: frozenset[str] = frozenset()
     draining: Mapping[str, float | None] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Address of a generation's key-value store, and its devices."""
+
+    host: str
+    port: int
+    cluster: ClusterSpec
 
 
 class Flag(Protocol):

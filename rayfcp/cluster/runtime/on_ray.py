@@ -23,16 +23,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayfcp.cluster.runtime import (
+    LOOPBACK,
     ActorLostError,
     ActorSpec,
     CallError,
     NoAnswerError,
     NodeView,
+    Rendezvous,
     Role,
     Task,
     TaskFailedError,
 )
-from rayfcp.cluster.workers.facts import LOOPBACK, Rendezvous
 from rayfcp.telemetry.metrics import Mirror
 from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Metric, MetricKind
 from rayfcp.telemetry.serving import Page, RunServer
@@ -48,17 +49,17 @@ call of `ray.wait` takes time in proportion to the references, so that one call 
 (2.05 s instead of 0.24 s for 4,096)."""
 
 _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
-    Role.CONTROLLER: ("controller.training", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
+    Role.CONTROLLER: ("jobs.controller", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
     Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
     Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 6}),
-    Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
-    Role.BATCH_PLANNER: ("planning.planner", "BatchPlanner", {"num_cpus": 1}),
+    Role.PLANNER: ("actors.planner", "Planner", {"num_cpus": 1}),
+    Role.BATCH_PLANNER: ("actors.planner", "BatchPlanner", {"num_cpus": 1}),
     Role.DECODER: (
-        "planning.decoders",
+        "actors.decoders",
         "Decoder",
         {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 2, "scheduling_strategy": "SPREAD"},
     ),
-    Role.READER: ("planning.reading", "Reader", {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 2}),
+    Role.READER: ("actors.readers", "Reader", {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 2}),
 }
 """Module, class and options of each role's actors. Of a worker's threads, `control` always answers, `copies` may wait,
 and all else runs in one thread."""

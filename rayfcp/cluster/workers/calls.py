@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayfcp.cluster.facts.devices import Member
 from rayfcp.cluster.runtime import ActorLostError, CallError, Runtime, TaskFailedError
-from rayfcp.cluster.workers.facts import Member
 from rayfcp.config import ConfigError
 from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.hang import HangVerdict, Heartbeat, judge
@@ -57,34 +57,43 @@ class LostWorker:
     cause: Cause
 
 
-class RanksLostError(WorkerFailedError):
-    """Devices are gone, or an exchange failed though all are alive (`cause` collective, none `lost`), or a device ran
-    out of memory (`full`). The calls of the living devices have ended.
+class GroupFailedError(WorkerFailedError):
+    """A call of all devices failed in a way that a run may recover from. The calls of the living devices have ended.
 
-    `noticed_s`: time of the failure, on `Runtime.now_s`. `replaced`: ids of workers that were ended too, so that fresh
-    processes replace them on their devices. `are_stuck`: some of the lost did not leave in time what had failed.
+    `cause`: why. `lost`: devices that are gone. `noticed_s`: time of the failure, on `Runtime.now_s`. `replaced`: ids
+    of workers that were ended too, so that fresh processes replace them on their devices. `are_stuck`: some of the lost
+    did not leave in time what had failed.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        lost: Sequence[LostWorker],
+        cause: Cause,
         noticed_s: float,
+        lost: Sequence[LostWorker] = (),
         replaced: Sequence[str] = (),
         are_stuck: bool = False,
-        full: DeviceFullError | None = None,
     ) -> None:
         super().__init__(message)
-        self.lost, self.noticed_s, self.replaced, self.are_stuck = tuple(lost), noticed_s, tuple(replaced), are_stuck
-        self.full = full
+        self.cause, self.lost, self.noticed_s = cause, tuple(lost), noticed_s
+        self.replaced, self.are_stuck = tuple(replaced), are_stuck
 
-    @property
-    def cause(self) -> Cause:
-        """Cause of the most far-reaching loss."""
-        causes = {each.cause for each in self.lost}
-        alone = Cause.COLLECTIVE if self.full is None else Cause.MEMORY
-        return next((each for each in (Cause.NODE, Cause.DIED, Cause.HUNG) if each in causes), alone)
+
+class RanksLostError(GroupFailedError):
+    """Devices are gone."""
+
+
+class ExchangeFailedError(GroupFailedError):
+    """An exchange between devices failed though all of them are alive."""
+
+
+class MemoryExhaustedError(GroupFailedError):
+    """A device ran out of memory; `device_error` is its own error."""
+
+    def __init__(self, message: str, *, device_error: DeviceFullError, **given: Any) -> None:
+        super().__init__(message, **given)
+        self.device_error = device_error
 
 
 class GroupCall:
@@ -293,14 +302,20 @@ class GroupCall:
             elif way is Way.FRESH_PROCESSES:
                 self._end(member, keep_device=True)
                 replaced.append(member.id)
-        return RanksLostError(
-            self._reason,
-            lost=lost,
-            noticed_s=self._noticed_s,
-            replaced=replaced,
-            are_stuck=self._are_stuck,
-            full=self._full,
-        )
+        causes = {each.cause for each in lost}
+        far_reaching = next((each for each in (Cause.NODE, Cause.DIED, Cause.HUNG) if each in causes), None)
+        given: dict[str, Any] = {
+            "noticed_s": self._noticed_s,
+            "lost": lost,
+            "replaced": replaced,
+            "are_stuck": self._are_stuck,
+        }
+        if self._full is not None:
+            cause = far_reaching or Cause.MEMORY
+            return MemoryExhaustedError(self._reason, device_error=self._full, cause=cause, **given)
+        if far_reaching is not None:
+            return RanksLostError(self._reason, cause=far_reaching, **given)
+        return ExchangeFailedError(self._reason, cause=Cause.COLLECTIVE, **given)
 
 
 def loss_of(runtime: Runtime, ref: Any) -> ActorLostError | None:

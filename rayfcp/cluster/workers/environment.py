@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rayfcp.cluster.workers.facts import LOOPBACK, HostFacts
+from rayfcp.cluster.facts.devices import HostFacts
+from rayfcp.cluster.runtime import LOOPBACK
 from rayfcp.values.devices import DEVICES
 
 _SIOCGIFADDR = 0x8915

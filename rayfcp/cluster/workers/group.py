@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rayfcp.cluster.workers.calls import GroupCall, RanksLostError
-from rayfcp.cluster.workers.facts import DeviceFacts, Member, device_names
+from rayfcp.cluster.facts.costs import Passes
+from rayfcp.cluster.facts.devices import DeviceFacts, Member, device_names
+from rayfcp.cluster.workers.calls import GroupCall, GroupFailedError, loss_of
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.config import Config, ConfigError
 from rayfcp.elastic.recovery import Way
@@ -13,20 +14,35 @@ from rayfcp.execute.reports import Joined
 from rayfcp.values import ClusterSpec
 from rayfcp.values.devices import DEVICES
 
+ANSWER_S = 5.0
+"""Time for workers and snapshot stores to answer calls for which they have threads of their own."""
+
 
 class WorkerGroup:
     """Members in use in the order of their device numbers, those of one node neighbors; and members that stand by.
 
-    `kill_process`, if set, ends processes of lost workers that do not react to the runtime. `way` returns how survivors
-    of a failure go on. `waited_s`: total seconds spent waiting for workers.
+    `ids`: devices of the current generation, lost ones included, in the order of their numbers; empty before the first.
+    `waited_s`: total seconds spent waiting for workers.
+
+    Args:
+        kill: ends the process of a lost worker that does not react to the runtime.
+        way: returns how the survivors of a failure continue.
     """
 
-    def __init__(self, start: WorkerStart, members: Iterable[Member]) -> None:
+    def __init__(
+        self,
+        start: WorkerStart,
+        members: Iterable[Member],
+        *,
+        kill: Callable[[DeviceFacts], None] = lambda _: None,
+        way: Callable[[], Way] = lambda: Way.IN_PLACE,
+    ) -> None:
         self._start, self.runtime = start, start.runtime
+        self._kill, self._way = kill, way
         self.members = sorted(members, key=lambda member: (member.facts.node_id, member.id))
         self.standby: list[Member] = []
-        self.kill_process: Callable[[DeviceFacts], None] | None = None
-        self.way: Callable[[], Way] = lambda: Way.IN_PLACE
+        self._cluster: ClusterSpec | None = None
+        self.ids: tuple[str, ...] = ()
         self.waited_s = 0.0
         self._names = [f"rank {number}" for number in range(len(self.members))]
         for member in self.members:
@@ -45,11 +61,27 @@ class WorkerGroup:
         return [member.facts for member in self.members]
 
     @property
+    def cluster(self) -> ClusterSpec:
+        """Cluster of the current generation."""
+        assert self._cluster is not None, "a generation was formed"
+        return self._cluster
+
+    @property
+    def is_formed(self) -> bool:
+        """True from the first generation on."""
+        return self._cluster is not None
+
+    @property
+    def device(self) -> str:
+        """Kind of the devices."""
+        return self._start.config.cluster.device
+
+    @property
     def all(self) -> list[Member]:
         return [*self.members, *self.standby]
 
-    def form(self, cluster: ClusterSpec, ids: Sequence[str]) -> None:
-        """Use these members as the devices of the cluster, in this order; all others stand by.
+    def use(self, ids: Sequence[str]) -> None:
+        """Use these members, in this order; all others stand by.
 
         Raises:
             KeyError: an id that is no member's.
@@ -57,7 +89,11 @@ class WorkerGroup:
         known = {member.id: member for member in self.all}
         self.members = [known.pop(id) for id in ids]
         self.standby = list(known.values())
-        self._names = device_names(cluster)
+
+    def form(self, cluster: ClusterSpec, ids: Sequence[str]) -> None:
+        """Begin a generation with these members as the devices of the cluster; errors as of `use`."""
+        self.use(ids)
+        self._names, self._cluster, self.ids = device_names(cluster), cluster, tuple(ids)
 
     def drop(self, ids: Iterable[str]) -> None:
         """End these members and give their devices back; no call to them may be under way."""
@@ -66,6 +102,12 @@ class WorkerGroup:
             if member.id in gone:
                 self._end(member)
         self._forget(gone)
+
+    def drop_dead(self) -> None:
+        """End the dead among the members that stand by."""
+        beats = {member.handle.beat.remote(): member.id for member in self.standby}
+        done = self.runtime.wait_all(list(beats), timeout_s=ANSWER_S)
+        self.drop([beats[ref] for ref in done if loss_of(self.runtime, ref) is not None])
 
     def call(self, method: Callable[[int, Any], Any], *, most_s: float | None = None) -> list[Any]:
         """Values of `method(number, worker)`, which returns a reference, for every device in order. Raises as `get`."""
@@ -90,7 +132,7 @@ class WorkerGroup:
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker, unchanged.
             WorkerFailedError: any other failure of a worker's program; names the device and the cause.
-            RanksLostError: workers are gone, or an exchange between them failed. All other calls have ended; lost
+            GroupFailedError: workers are gone, or an exchange between them failed. All other calls have ended; lost
                 workers were ended and are no members any more.
         """
         call = GroupCall(
@@ -102,12 +144,12 @@ class WorkerGroup:
             limit_s=self._start.config.elastic.hang_min_s,
             most_s=most_s,
             leave_s=leave_s,
-            way=self.way,
+            way=self._way,
             end=self._end,
         )
         try:
             return call.values()
-        except RanksLostError as error:
+        except GroupFailedError as error:
             self._forget({each.id for each in error.lost} | set(error.replaced))
             raise
         finally:
@@ -120,8 +162,7 @@ class WorkerGroup:
 
     def _end(self, member: Member, *, keep_device: bool = False) -> None:
         self._start.end(member, keep_device=keep_device)
-        if self.kill_process is not None:
-            self.kill_process(member.facts)
+        self._kill(member.facts)
 
     def _forget(self, ids: set[str]) -> None:
         self.members = [member for member in self.members if member.id not in ids]
@@ -140,6 +181,11 @@ def join_devices(
         lambda number, worker: worker.join.remote(number, rendezvous, empty=empty), most_s=most_s
     )
     return server, joined
+
+
+def passes_of(worker_group: WorkerGroup) -> Passes:
+    """Return a function that times one pass of each shape on all devices at once."""
+    return lambda shapes: worker_group.call(lambda _, worker: worker.time_passes.remote(shapes))
 
 
 def device_peak_flops(config: Config, worker_group: WorkerGroup) -> float:

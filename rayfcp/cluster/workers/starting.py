@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayfcp.cluster.errors import CapacityError
+from rayfcp.cluster.facts.devices import DeviceFacts, Member
+from rayfcp.cluster.facts.resources import bundle, nsight_options
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
+from rayfcp.cluster.runtime.lifetime import DEVICE, STANDBY, STORE, WORKER, actor_name, keep_alive
 from rayfcp.cluster.workers.calls import WorkerFailedError, value_of
-from rayfcp.cluster.workers.facts import DeviceFacts, Member
-from rayfcp.cluster.workers.lifetime import DEVICE, STANDBY, STORE, WORKER, actor_name
 from rayfcp.config import Config, ConfigError
-from rayfcp.values.devices import AUTO, DEVICES, device_in
+from rayfcp.values.devices import DEVICES
 
 logger = logging.getLogger(__name__)
-
-HEARTBEATS = 4
-"""Heartbeats within the silence that ends an orphan."""
 
 LOOK_S = 0.2
 MORE_WORKERS_WAIT_S = 2.0
@@ -29,53 +28,8 @@ STANDBY_SHARE = 0.1
 """Of an accelerator that a standby process holds, so that Ray lets it see the device of its worker, which has the
 rest."""
 
-CONTROLLER_CPUS = 1
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause after workers that could not open; it doubles from the first to the longest."""
-
-
-class CapacityError(ConfigError):
-    """The cluster has too few devices; names what was requested and what exists."""
-
-
-def resolved_device(config: Config, *, runtime: Runtime) -> str:
-    """`auto` becomes what the cluster's nodes offer: GPUs, else NPUs, else CPUs."""
-    if config.cluster.device != AUTO:
-        return config.cluster.device
-    return device_in(runtime.resources()).name
-
-
-def other_cpus(config: Config) -> int:
-    """CPUs of all that a run starts beside planners: its most workers, decoders, the controller."""
-    decoders = config.data.decoder_actors if config.data.processor else 0
-    return config.cluster.max_workers * config.train.threads_per_worker + decoders + CONTROLLER_CPUS
-
-
-def bundle(device: str, *, threads: int, share: float = 1.0) -> dict[str, float]:
-    """Ray resources of one worker; `share`: of its accelerator, if it has one."""
-    accelerator = DEVICES[device].resource
-    return {"CPU": float(threads)} | ({accelerator: share} if accelerator else {})
-
-
-def nsight_options(config: Config, *, device: str) -> dict[str, str]:
-    """Options of the `nsys profile` that starts workers, empty if none does. It records what workers mark as ranges of
-    the CUDA profiler API, one report each, in `logs/nsight` of Ray's session on their node.
-
-    Raises:
-        ConfigError: the devices are no CUDA devices.
-    """
-    profiler = config.metrics.profiler
-    if not profiler.steps or profiler.tool != "nsys":
-        return {}
-    if device != "cuda":
-        raise ConfigError(f"metrics.profiler.tool is 'nsys', must be 'torch' on devices of kind {device!r}; change it")
-    return {
-        "t": "cuda,nvtx,cublas,cudnn",
-        "o": f"{config.run.name}-%p",
-        "capture-range": "cudaProfilerApi",
-        "capture-range-end": "repeat",  # the default ends the process with the first range
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +54,6 @@ class Standby:
     id: str
     handle: Any
     warming: Any
-
-
-def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Callable[[], None]:
-    """Call `beat` of actors often enough that they do not end as orphans; return a function that stops it."""
-
-    def call() -> None:
-        for handle in handles():
-            handle.beat.remote()
-
-    return runtime.every(orphan_s / HEARTBEATS, call, name="keep alive")
 
 
 class WorkerStart:

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rayfcp.cluster.planning.decoders import fetched
-from rayfcp.cluster.planning.out_of_memory import out_of_memory, step_of
-from rayfcp.cluster.recovery.transfer import Listener, read_copy
+from rayfcp.cluster.actors.decoders import fetched
+from rayfcp.cluster.facts.devices import DeviceFacts, HostFacts
+from rayfcp.cluster.facts.out_of_memory import out_of_memory, step_of
+from rayfcp.cluster.runtime import Rendezvous
+from rayfcp.cluster.runtime.lifetime import OrphanWatch
 from rayfcp.cluster.workers.environment import host_facts, set_environment, use_interface
-from rayfcp.cluster.workers.facts import DeviceFacts, HostFacts, Rendezvous
-from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.reports import BatchLosses, Beat, DeviceFullError, DeviceReport, FileSum, Joined, find_damage
 from rayfcp.execute.state.copies import CopyFolder, Into, Wanted, copies_folder
+from rayfcp.execute.state.transfer import Listener, read_copy
 from rayfcp.program import Programs
 from rayfcp.values import GlobalBatch, KeptStates, ModelProfile, StateId
 from rayfcp.values.state import ALL_STATES

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.doctor.checks import CHECKPOINT_BYTES, STATE_BYTES, examine
-from rayfcp.cluster.doctor.facts import (
+from rayfcp.cluster.tools.doctor.checks import CHECKPOINT_BYTES, STATE_BYTES, examine
+from rayfcp.cluster.tools.doctor.facts import (
     GIB,
     PYTHON,
     REQUIRED,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.doctor.gather import (
+from rayfcp.cluster.tools.doctor.gather import (
     accelerators,
     access_facts,
     home_of,
@@ -36,7 +36,7 @@ def test_storage(tmp_path: Path) -> None:
 
 
 def test_reach_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayfcp.cluster.doctor.gather.accelerators", lambda device: None)
+    monkeypatch.setattr("rayfcp.cluster.tools.doctor.gather.accelerators", lambda device: None)
     (tmp_path / "a.txt").touch()
     paths = (str(tmp_path / "*.txt"), str(tmp_path / "*.gz"), str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.bench.reprice import reprice
-from rayfcp.cluster.controller.observing import own_seconds
+from rayfcp.cluster.facts.observing import own_seconds
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.images import ImageColumns, homes_of
 from rayfcp.plan import CostModel, imbalance, plan_batch

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rayfcp.cluster.errors import CapacityError, RunAbortedError
+from rayfcp.cluster.facts.resources import other_cpus
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, CallError, NoAnswerError, Role, Runtime, TaskFailedError
-from rayfcp.cluster.workers.facts import RunAbortedError
-from rayfcp.cluster.workers.starting import CapacityError, other_cpus
 from rayfcp.config import Config
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.first import COMPILES, compiles_first

@@ -3,13 +3,15 @@
 from contextlib import ExitStack
 
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.capacity import cluster_spec
-from rayfcp.cluster.planning.costs import Log, Profiled, TimedRanks, passes_of, profile_ranks
+from rayfcp.cluster.driver.connecting import connected
+from rayfcp.cluster.driver.preparing import check_runnable, prepared_data, with_absolute_paths
+from rayfcp.cluster.facts.capacity import cluster_spec
+from rayfcp.cluster.facts.costs import Log, Profiled, TimedRanks, profile_ranks
+from rayfcp.cluster.facts.resources import resolved_device
+from rayfcp.cluster.runtime.lifetime import run_key
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import check_runnable, connected, prepared_data, with_absolute_paths
-from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices
-from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.starting import WorkerStart, resolved_device
+from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices, passes_of
+from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, slowest
 from rayfcp.values import ModelProfile

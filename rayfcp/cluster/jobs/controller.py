@@ -9,28 +9,32 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rayfcp.cluster.actors.decoders import Decoders
+from rayfcp.cluster.actors.plan_queue import PlanQueue
+from rayfcp.cluster.actors.planners import Planners
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
-from rayfcp.cluster.controller.loop import InitialGeneration, StoppedError, TrainingLoop, finished
-from rayfcp.cluster.controller.reporting import Journal
-from rayfcp.cluster.controller.stepping import NumberGuard, Stepper
 from rayfcp.cluster.dataset import Dataset, References
-from rayfcp.cluster.lock import hold
-from rayfcp.cluster.planning.actors import Planners
-from rayfcp.cluster.planning.capacity import configured_bound
-from rayfcp.cluster.planning.costs import StartCosts
-from rayfcp.cluster.planning.decoders import Decoders
-from rayfcp.cluster.planning.queue import PlanQueue
+from rayfcp.cluster.errors import CapacityError, RunAbortedError, RunFailedError, StoppedError
+from rayfcp.cluster.facts.capacity import configured_bound
+from rayfcp.cluster.facts.costs import StartCosts
+from rayfcp.cluster.facts.devices import strategy_on
+from rayfcp.cluster.facts.nodes import NodeWatch
+from rayfcp.cluster.facts.resources import resolved_device
+from rayfcp.cluster.jobs.loop import Finished, InitialGeneration, TrainingLoop, finished
+from rayfcp.cluster.jobs.reporting import Journal
+from rayfcp.cluster.jobs.stepping import NumberGuard, Stepper
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.room import check_room
 from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
 from rayfcp.cluster.runtime import Runtime, TaskFailedError
-from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
-from rayfcp.cluster.workers.cluster_state import ClusterState
-from rayfcp.cluster.workers.facts import Finished, RunAbortedError, strategy_on
+from rayfcp.cluster.runtime.lifetime import run_key
+from rayfcp.cluster.session.devices import Devices
+from rayfcp.cluster.session.lock import hold
+from rayfcp.cluster.session.losses import LossRecord
+from rayfcp.cluster.workers.calls import GroupFailedError, WorkerFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, adopt_leftovers, resolved_device
+from rayfcp.cluster.workers.starting import WorkerStart, adopt_leftovers
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
@@ -41,7 +45,7 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, 
 from rayfcp.values.devices import DEVICES
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun, Evaluator
+    from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun, Evaluator
     from rayfcp.data.evaluation import EvalBatches
 
 logger = logging.getLogger(__name__)
@@ -70,10 +74,6 @@ class Outcome:
         if self.finished is None:
             raise RunFailedError(f"{self.error}\n{self.trace}".rstrip())
         return self
-
-
-class RunFailedError(RuntimeError):
-    """The run failed, but not because of its configuration; holds the worker's traceback."""
 
 
 class Controller:
@@ -158,7 +158,7 @@ class Controller:
         self._announce("reading lengths")
         reading = {}
         if config.data.streaming:
-            from rayfcp.cluster.planning.reading import Readers
+            from rayfcp.cluster.actors.readers import Readers
 
             readers = Readers(self._data_dir, config.data, runtime=self._runtime)
             cleanup.callback(readers.end)
@@ -197,9 +197,9 @@ class Controller:
         cleanup.callback(planners.end)
         if DEVICES[device].is_host and config.cluster.min_workers < config.cluster.max_workers:
             planners.await_ready()  # workers take all CPUs that they find
-        cluster_state = self._acquire_workers(device, data)
-        cleanup.callback(cluster_state.end)
-        initial = self._initial_generation(cluster_state, resume, data)
+        devices = self._acquire_workers(device, data)
+        cleanup.callback(devices.end)
+        initial = self._initial_generation(devices, resume, data)
         planners.await_ready()
         num_rows = data.index.balance.num_used
         journal = self.journal = self._open_journal(resume_step=initial.version, num_rows=num_rows)
@@ -210,24 +210,24 @@ class Controller:
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
         cleanup.callback(decoders.end)
         plans = PlanQueue(planners, data.sampler, bounds=config.plan.lookahead_bounds, decoders=decoders)
-        self._announce_devices(cluster_state, initial)
-        self._evaluator = self._new_evaluator(cluster_state, planners, batches=data.evaluation, journal=journal)
+        self._announce_devices(devices.workers, initial)
+        self._evaluator = self._new_evaluator(devices, planners, batches=data.evaluation, journal=journal)
         costs = StartCosts(
             config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
         )
-        return self._training(cluster_state, initial, resume=resume, journal=journal, plans=plans, costs=costs)
+        return self._training(devices, initial, resume=resume, journal=journal, plans=plans, costs=costs)
 
     def _new_evaluator(
-        self, state: ClusterState, planners: Planners, *, batches: "EvalBatches | None", journal: Journal
+        self, devices: Devices, planners: Planners, *, batches: "EvalBatches | None", journal: Journal
     ) -> "Evaluator | None":
         if batches is None:
             return None
-        from rayfcp.cluster.controller.evaluating import Evaluator
+        from rayfcp.cluster.jobs.evaluating import Evaluator
 
         plans = PlanQueue(planners, batches, bounds=self._config.plan.lookahead_bounds, forward_only=True)
         by_token = self._evaluates is not None and self._evaluates.by_token
         return Evaluator(
-            state,
+            devices,
             plans=plans,
             batches=batches,
             loss=self._config.loss,
@@ -238,7 +238,7 @@ class Controller:
 
     def _training(
         self,
-        state: ClusterState,
+        devices: Devices,
         initial: InitialGeneration,
         *,
         resume: Resume,
@@ -247,18 +247,27 @@ class Controller:
         costs: StartCosts,
     ) -> TrainingLoop:
         config, metrics, log = self._config, journal.metrics, self._log
-        tell = partial(self._on_intervals, state)
-        replication = Replication(config, state, version=initial.version, metrics=metrics, log=tell)
-        saver = Saver(config, resume=resume, replication=replication, cluster_state=state, metrics=metrics, log=log)
+        workers, stores = devices.workers, devices.stores
+        tell = partial(self._on_intervals, workers)
+        replication = Replication(config, workers, stores=stores, version=initial.version, metrics=metrics, log=tell)
+        saver = Saver(
+            config,
+            resume=resume,
+            replication=replication,
+            worker_group=workers,
+            stores=stores,
+            metrics=metrics,
+            log=log,
+        )
         stepper = Stepper(
             config,
-            state,
+            devices,
             plans=plans,
             journal=journal,
             replication=replication,
             saver=saver,
             guard=NumberGuard(config, data_dir=self._data_dir, log=log),
-            cost=costs.guess(state.worker_group, initial.cluster),
+            cost=costs.guess(workers.facts, initial.cluster),
             version=initial.version,
             log=log,
             on_report=self.reports.append,
@@ -310,15 +319,15 @@ class Controller:
         except OSError as error:
             raise RunAbortedError(f"{path} cannot be written: {error.strerror}; free space, start again") from error
 
-    def _on_intervals(self, cluster_state: ClusterState, text: str) -> None:
+    def _on_intervals(self, workers: WorkerGroup, text: str) -> None:
         """Log how often the state is copied, and record it for the report."""
         self._log(text)
         assert self.journal is not None
-        step, devices = self.reports[-1].step, len(cluster_state.ids)
+        step, devices = self.reports[-1].step, len(workers.ids)
         self.journal.record.note(EventKind.COPIES, step=step, devices=devices, text=text)
 
-    def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
-        cluster, found = initial.cluster, len(cluster_state.worker_group.all)
+    def _announce_devices(self, workers: WorkerGroup, initial: InitialGeneration) -> None:
+        cluster, found = initial.cluster, len(workers.all)
         self._announce(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
         idle = found - len(initial.decision.devices)
         if idle:
@@ -327,7 +336,7 @@ class Controller:
             source = " from copies in memory" if initial.found else ""
             self._announce(f"resuming from step {initial.version}{source}")
 
-    def _acquire_workers(self, device: str, data: Dataset) -> ClusterState:
+    def _acquire_workers(self, device: str, data: Dataset) -> Devices:
         """Adopt the workers and snapshot stores of a lost controller, or start workers."""
         config, runtime, key = self._config, self._runtime, run_key(self._config)
         history = History(self._run_dir)
@@ -342,7 +351,11 @@ class Controller:
         )
         members, left_stores = adopt_leftovers(runtime, key, timeout_s=config.elastic.hang_min_s)
         with ExitStack() as undo:
-            stores = SnapshotStores(config, runtime=runtime, run_key=key, history=history, adopted=left_stores)
+            nodes = NodeWatch(runtime, every_s=config.elastic.look_every_s)
+            undo.callback(nodes.end)
+            stores = SnapshotStores(
+                config, runtime=runtime, run_key=key, history=history, nodes=nodes, adopted=left_stores
+            )
             undo.callback(stores.end)
             if members:
                 self._announce(f"adopting {len(members)} workers of a lost controller")
@@ -354,37 +367,46 @@ class Controller:
                     if self._stopping.is_set():
                         raise StoppedError from error
                     raise
-            worker_group = WorkerGroup(start, members)
+            losses = LossRecord(config, is_host=DEVICES[device].is_host, log=self._log)
+            worker_group = WorkerGroup(start, members, kill=stores.kill, way=losses.way)
             undo.callback(worker_group.end)
-            cluster_state = ClusterState(
-                config, data, start=start, worker_group=worker_group, snapshot_stores=stores, log=self._log
+            devices = Devices(
+                config,
+                data,
+                start=start,
+                worker_group=worker_group,
+                stores=stores,
+                nodes=nodes,
+                losses=losses,
+                log=self._log,
             )
             undo.pop_all()
-        return cluster_state
+        return devices
 
-    def _initial_generation(self, cluster_state: ClusterState, resume: Resume, data: Dataset) -> InitialGeneration:
+    def _initial_generation(self, devices: Devices, resume: Resume, data: Dataset) -> InitialGeneration:
         """Devices to start with, and the state in memory if it is newer than the newest checkpoint, which has been
         verified otherwise."""
+        workers = devices.workers
         while True:
-            found = cluster_state.newest_state(up_to=last_finished(self._run_dir))
+            found = devices.stores.newest_state(workers.all, up_to=last_finished(self._run_dir))
             is_newer = found.state is not None and found.state.version > resume.step
-            decision = cluster_state.await_devices(None, stopping=self._stopping)
+            decision = devices.await_devices(None, stopping=self._stopping)
             if decision.what is Move.GIVE_UP:
                 raise RunAbortedError(decision.reason)
             if not decision.devices:
                 raise StoppedError
             try:
                 if not is_newer:
-                    cluster_state.drop_copies()
-                    cluster_state.worker_group.form(cluster_state.spec(decision), decision.devices)
-                    resume.verify(cluster_state.worker_group)
+                    devices.stores.drop_copies(workers.all)
+                    workers.use(decision.devices)
+                    resume.verify(workers)
                 break
-            except RanksLostError as error:
-                cluster_state.on_loss(error)
+            except GroupFailedError as error:
+                devices.on_failure(error)
                 self._log(f"{error}, before the first step; starting with the workers that are left")
-        cluster = cluster_state.spec(decision)
+        cluster = devices.spec(decision)
         _check_longest(self._config, data, cluster)
-        in_use = [member.facts for member in cluster_state.worker_group.all if member.id in decision.devices]
+        in_use = [member.facts for member in workers.all if member.id in decision.devices]
         check_room(self._config, data.model, facts=in_use)
         restored = found if is_newer else None
         version = resume.step if restored is None or restored.state is None else restored.state.version

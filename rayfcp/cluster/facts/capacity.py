@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from rayfcp.cluster.planning.measured import BYTES
-from rayfcp.cluster.workers.facts import DeviceFacts, layers_of_stage, strategy_on, with_stages
+from rayfcp.cluster.facts.devices import DeviceFacts, layers_of_stage, strategy_on, with_stages
+from rayfcp.cluster.facts.measured import BYTES
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, LayersBytes, forward_tokens_per_rank, stage_state_bytes

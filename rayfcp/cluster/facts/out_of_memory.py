@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from rayfcp.cluster.planning.capacity import GIB, device_memory
-from rayfcp.cluster.planning.measured import BYTES, analytic_cost
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.facts.capacity import GIB, device_memory
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.measured import BYTES, analytic_cost
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.memory import LayersBytes, ending_bytes, patch_bytes, stage_state_bytes

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from rayfcp.cluster.actors.planner import RunPlanner, sequences_of
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.measured import read_cost, read_measured_cost
-from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
-from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.driver.preparing import prepared_data
+from rayfcp.cluster.facts.measured import read_cost, read_measured_cost
 from rayfcp.config import load_config
 from rayfcp.config.loading import read_recorded
 from rayfcp.plan import CostModel

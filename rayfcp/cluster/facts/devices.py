@@ -10,12 +10,6 @@ from rayfcp.plan import strategy_names
 from rayfcp.plan.strategies.registry import get
 from rayfcp.values import ClusterSpec, LayerKind, ModelProfile
 
-LOOPBACK = "127.0.0.1"
-
-
-class RunAbortedError(RuntimeError):
-    """The run has to end: storage, numbers or the cluster do not permit it to continue. One clear line."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
@@ -55,29 +49,6 @@ class Member:
     handle: Any
     group: Any
     facts: DeviceFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Address of a generation's key-value store, and its devices."""
-
-    host: str
-    port: int
-    cluster: ClusterSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A run that reached its last step or was stopped.
-
-    Medians over steps of the controller's own work: `controller_cpu_s`, CPU time of its thread; `controller_s`, wall
-    time without waiting for plans and workers.
-    """
-
-    last_step: int
-    checkpoint: str | None
-    controller_s: float = 0.0
-    controller_cpu_s: float = 0.0
 
 
 WITHOUT_STAGES = "flex-ring"

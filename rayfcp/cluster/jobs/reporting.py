@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.controller.observing import TimedGroups
-from rayfcp.cluster.planning.queue import PlannedStep
+from rayfcp.cluster.actors.plan_queue import PlannedStep
+from rayfcp.cluster.facts.observing import TimedGroups
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
 from rayfcp.data.balance import BrokenRows

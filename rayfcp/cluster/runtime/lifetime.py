@@ -4,11 +4,14 @@ import hashlib
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
 
+from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
 
 WORKER, STANDBY, STORE, DEVICE = "worker", "standby", "store", "device"
@@ -22,6 +25,20 @@ def run_key(config: Config) -> str:
 
 def actor_name(key: str, kind: str, *, id: str) -> str:
     return f"{key}/{kind}/{id}"
+
+
+HEARTBEATS = 4
+"""Heartbeats within the silence that ends an orphan."""
+
+
+def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Callable[[], None]:
+    """Call `beat` of actors often enough that they do not end as orphans; return a function that stops it."""
+
+    def call() -> None:
+        for handle in handles():
+            handle.beat.remote()
+
+    return runtime.every(orphan_s / HEARTBEATS, call, name="keep alive")
 
 
 TICKS = 10

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayfcp.cluster.planning.actors import PlannerActors, PlanRequest, PlanRequests
-from rayfcp.cluster.planning.planner import PlannedBatch
+from rayfcp.cluster.actors.planner import PlannedBatch
+from rayfcp.cluster.actors.planners import PlannerActors, PlanRequest, PlanRequests
 from rayfcp.cluster.runtime import ActorSpec, NoAnswerError, Role, Runtime, TaskFailedError
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config.models import PlanConfig

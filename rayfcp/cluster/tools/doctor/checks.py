@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from packaging.version import Version
 
-from rayfcp.cluster.doctor.facts import (
+from rayfcp.cluster.recovery.room import COPY_BYTES, MEMORY_SHARE, copies_of_state
+from rayfcp.cluster.tools.doctor.facts import (
     GIB,
     PYTHON,
     REQUIRED,
@@ -15,7 +16,6 @@ from rayfcp.cluster.doctor.facts import (
     Verdict,
     size,
 )
-from rayfcp.cluster.recovery.room import COPY_BYTES, MEMORY_SHARE, copies_of_state
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
 
 LEAST_SHM_BYTES, LEAST_SHM_SHARE = 2 * GIB, 0.1

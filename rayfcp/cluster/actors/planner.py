@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayfcp.cluster.controller.observing import TimedGroups, own_seconds, timed_groups
-from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shards
-from rayfcp.cluster.workers.facts import kinds_of_stages, layers_of_stage, strategy_on
+from rayfcp.cluster.facts.devices import kinds_of_stages, layers_of_stage, strategy_on
+from rayfcp.cluster.facts.measured import BYTES, analytic_cost, without_shards
+from rayfcp.cluster.facts.observing import TimedGroups, own_seconds, timed_groups
 from rayfcp.config import Config
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, device_model

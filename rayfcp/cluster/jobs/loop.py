@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayfcp.cluster.controller.stepping import Stepper
-from rayfcp.cluster.planning.costs import StartCosts
-from rayfcp.cluster.planning.measured import write_refitted
+from rayfcp.cluster.errors import RunAbortedError, StoppedError
+from rayfcp.cluster.facts.costs import StartCosts
+from rayfcp.cluster.facts.measured import write_refitted
+from rayfcp.cluster.jobs.stepping import Stepper
 from rayfcp.cluster.runtime import Flag
-from rayfcp.cluster.workers.calls import RanksLostError
-from rayfcp.cluster.workers.facts import Finished, RunAbortedError
-from rayfcp.cluster.workers.group import device_peak_flops
+from rayfcp.cluster.workers.calls import GroupFailedError, MemoryExhaustedError
+from rayfcp.cluster.workers.group import device_peak_flops, passes_of
 from rayfcp.config import Config, ConfigError
 from rayfcp.elastic.facts import Failure
 from rayfcp.elastic.recoverable import RecoverableState
@@ -20,8 +20,18 @@ from rayfcp.telemetry.live import RunState
 from rayfcp.values import ClusterSpec, Decision, Move
 
 
-class StoppedError(Exception):
-    """The user stopped the run while no generation could run a step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A run that reached its last step or was stopped.
+
+    Medians over steps of the controller's own work: `controller_cpu_s`, CPU time of its thread; `controller_s`, wall
+    time without waiting for plans and workers.
+    """
+
+    last_step: int
+    checkpoint: str | None
+    controller_s: float = 0.0
+    controller_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +71,10 @@ class TrainingLoop:
         self._last_step = initial.version if only_evaluates else config.train.steps
         self._only_evaluates = only_evaluates
         self._config, self._stepper, self._initial, self._costs = config, stepper, initial, costs
-        self._state, self._saver, self._journal = stepper.cluster_state, stepper.saver, stepper.journal
+        self._devices, self._saver, self._journal = stepper.devices, stepper.saver, stepper.journal
+        self._workers = self._devices.workers
         self._stopping, self._began_s, self._log, self._announce = stopping, began_s, log, announce
-        self._runtime = self._state.worker_group.runtime
+        self._runtime = self._workers.runtime
         self._lost_steps = 0
         """Finished steps that have to run again, since the last event."""
 
@@ -89,7 +100,7 @@ class TrainingLoop:
                 return self._finish(version)
             except ConfigError as error:  # e.g. data that cannot be read any more
                 raise type(error)(f"{error}{self._rescue()}") from error
-            except RanksLostError as error:
+            except GroupFailedError as error:
                 try:
                     under_way = version if self._stepper.is_evaluating(version) else version + 1
                     version = self._after_loss(error, step=under_way)
@@ -104,21 +115,21 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Form the first generation, which is not planned for yet."""
         initial = self._initial
-        joined = self._state.form(initial.decision, initial.cluster, empty=initial.found is not None)
+        joined = self._devices.form(initial.decision, initial.cluster, empty=initial.found is not None)
         self._saver.resume.check_weights(joined)
         if initial.found is not None:
-            self._state.restore(initial.found)
+            self._load(initial.found)
         else:
-            self._saver.resume.load(self._state.worker_group)
+            self._saver.resume.load(self._workers)
         self._stepper.begin(joined, version=initial.version)
         self._record(EventKind.START, initial.decision, step=initial.version, since_s=self._began_s)
 
     def _measure(self, version: int) -> None:
         """Plan the steps with costs that are measured now."""
-        state, stepper = self._state, self._stepper
-        cost = self._costs.measure(state.worker_group, state.cluster)
-        stepper.use_measured(cost, peak_flops=device_peak_flops(self._config, state.worker_group))
-        stepper.plan_for(state.cluster, state.ids, version=version)
+        workers, stepper = self._workers, self._stepper
+        cost = self._costs.measure(passes_of(workers), workers.facts, cluster=workers.cluster)
+        stepper.use_measured(cost, peak_flops=device_peak_flops(self._config, workers))
+        stepper.plan_for(workers.cluster, workers.ids, version=version)
         self._announce("evaluating" if self._only_evaluates else "training")
 
     def _finish(self, version: int) -> Finished:
@@ -144,28 +155,31 @@ class TrainingLoop:
         state, which is lower if a node went with the newest copies meanwhile.
 
         Raises:
-            RanksLostError: devices were lost meanwhile.
+            GroupFailedError: devices were lost meanwhile.
         """
-        decision = self._state.decide()
-        self._journal.metrics.set_standing_by(len(self._state.worker_group.standby))
+        self._devices.upkeep()
+        self._journal.metrics.set_standing_by(len(self._workers.standby))
+        if self._devices.are_unchanged:
+            return version
+        decision = self._devices.next_move()
         if not decision.devices:
             if self._stepper.replication.is_safe:
-                self._state.end_draining_standbys()
-            for node in self._state.newly_draining():
+                self._devices.end_draining_standbys()
+            for node in self._devices.newly_draining():
                 self._log(f"node {node} is draining and nothing can replace it: {decision.reason}; saving")
                 self._saver.save_now(version)
             return version
         self._log(decision.reason)
-        before, since_s = len(self._state.ids), self._runtime.now_s()
+        before, since_s = len(self._workers.ids), self._runtime.now_s()
         self._stepper.replication.copy_now(version)
-        cluster = self._state.spec(decision)
+        cluster = self._devices.spec(decision)
         self._stepper.plan_for(cluster, decision.devices, version=version)
-        self._state.worker_group.call(lambda _, worker: worker.leave.remote())
+        self._workers.call(lambda _, worker: worker.leave.remote())
         version = self._take_up(decision, cluster, version=version)
         self._record(EventKind.RESIZE, decision, step=version, since_s=since_s, before=before)
         return version
 
-    def _after_loss(self, error: RanksLostError, *, step: int) -> int:
+    def _after_loss(self, error: GroupFailedError, *, step: int) -> int:
         """Continue with the devices that are left after a loss, or a failed exchange, in or before `step`. Return the
         number of steps in the recovered state.
 
@@ -175,18 +189,18 @@ class TrainingLoop:
             StoppedError: the user stopped the run meanwhile.
         """
         noticed_s = error.noticed_s
-        if error.full is not None and not self._stepper.recompute_more(error.full):
-            raise error.full
+        if isinstance(error, MemoryExhaustedError) and not self._stepper.recompute_more(error.device_error):
+            raise error.device_error
         self._journal.metrics.enter(RunState.RECOVERING)
-        before = len(self._state.ids)
+        before = len(self._workers.ids)
         self._stepper.broke(step)
         self._saver.abandon()
         while True:
-            failure = self._state.on_loss(error)
+            failure = self._devices.on_failure(error)
             try:
                 decision, version = self._recover(failure, step=step)
                 break
-            except RanksLostError as again:
+            except GroupFailedError as again:
                 error = again
         cause = failure.cause.value
         self._record(EventKind.RECOVERY, decision, step=version, since_s=noticed_s, before=before, cause=cause)
@@ -194,23 +208,23 @@ class TrainingLoop:
         return version
 
     def _recover(self, failure: Failure, *, step: int) -> tuple[Decision, int]:
-        decision = self._state.await_devices(failure, stopping=self._stopping)
+        decision = self._devices.await_devices(failure, stopping=self._stopping)
         if decision.what is Move.GIVE_UP:
             raise RunAbortedError(f"{decision.reason}{self._rescue()}")
         if not decision.devices:
             self._rescue()
             raise StoppedError
-        self._state.on_recovery(failure)
+        self._devices.losses.on_recovery(failure)
         self._stepper.replication.after_loss(failure)
         self._log(f"step {step}: {decision.reason}")
-        cluster = self._state.spec(decision)
+        cluster = self._devices.spec(decision)
         return decision, self._take_up(decision, cluster, version=None)
 
     def _record(
         self, kind: EventKind, decision: Decision, *, step: int, since_s: float, before: int = 0, cause: str = ""
     ) -> None:
         """Write an event with the steps lost since the last one; `before`: devices before it, 0 at the start."""
-        metrics, devices = self._journal.metrics, len(self._state.ids)
+        metrics, devices = self._journal.metrics, len(self._workers.ids)
         lost_steps, self._lost_steps = self._lost_steps, 0
         if lost_steps:
             metrics.count("lost_steps_total", lost_steps)
@@ -227,13 +241,13 @@ class TrainingLoop:
             lost_steps=lost_steps,
             cause=cause,
             reason=decision.reason,
-            cluster=self._state.cluster,
+            cluster=self._workers.cluster,
         )
         self._journal.record.add_event(event)
 
     def _rescue(self) -> str:
         """Save the newest state in memory, if no checkpoint has it. Return a clause that says so."""
-        found = self._state.newest_state(up_to=self._stepper.last_finished)
+        found = self._devices.stores.newest_state(self._workers.all, up_to=self._stepper.last_finished)
         if found.state is None or found.state.version <= self._saver.saved_step:
             return ""
         step = found.state.version
@@ -245,20 +259,25 @@ class TrainingLoop:
             else f"; step {step} is saved in {self._saver.saved}"
         )
 
+    def _load(self, found: RecoverableState) -> None:
+        """Make all devices load a state from copies."""
+        sources = self._runtime.put(found.copies)
+        self._workers.call(lambda _, worker: worker.fill.remote(sources))
+
     def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
         """Form the decision's generation from the newest state in memory, else from a checkpoint; return the steps in
         it. `version`: the steps in the state that plans are under way for, None if for none yet."""
-        found = self._state.newest_state(up_to=self._stepper.last_finished)
+        found = self._devices.stores.newest_state(self._workers.all, up_to=self._stepper.last_finished)
         if found.state is not None and found.state.version != version:
             version = found.state.version
             self._stepper.plan_for(cluster, decision.devices, version=version)
-        joined = self._state.form(decision, cluster, empty=found.state is not None)
+        joined = self._devices.form(decision, cluster, empty=found.state is not None)
         self._saver.resume.check_weights(joined)
         if found.state is not None:
             version = found.state.version
-            self._state.restore(found)
+            self._load(found)
         else:
-            self._state.drop_copies()  # those that are left are of steps that run again
+            self._devices.stores.drop_copies(self._workers.all)  # those that are left are of steps that run again
             version = self._saver.fall_back()
             source = f"the checkpoint of step {version}" if version else "the beginning, as there is no checkpoint"
             self._log(f"{found.reason}; resuming from {source}")

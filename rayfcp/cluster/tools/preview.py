@@ -4,12 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayfcp.cluster.actors.planner import RunPlanner, sequences_of, step_passes
 from rayfcp.cluster.dataset import described_model, open_dataset
-from rayfcp.cluster.planning.capacity import GIB, as_run_on, cluster_spec, device_memory
-from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout
-from rayfcp.cluster.planning.planner import RunPlanner, sequences_of, step_passes
-from rayfcp.cluster.trainer import check_runnable, prepared_data
-from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
+from rayfcp.cluster.driver.preparing import check_runnable, prepared_data
+from rayfcp.cluster.facts.capacity import GIB, as_run_on, cluster_spec, device_memory
+from rayfcp.cluster.facts.devices import DeviceFacts, check_layout
+from rayfcp.cluster.facts.measured import analytic_cost, cost_of_layout
 from rayfcp.compare.lengths import draw_batches
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import NO_MODEL

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from rayfcp.cluster.checkpoints.folder import REFERENCE, read_manifest, resumed_checkpoint
 from rayfcp.cluster.checkpoints.saving import comparable_model
-from rayfcp.cluster.controller.evaluating import EvaluationRun
-from rayfcp.cluster.controller.following import Watcher, evaluate, without_training
 from rayfcp.cluster.dataset import TRAINING, Dataset, References, described_model, open_dataset
+from rayfcp.cluster.driver.following import Watcher, evaluate, without_training
+from rayfcp.cluster.jobs.evaluating import EvaluationRun
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.losses import LossConfig

@@ -5,12 +5,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from rayfcp.cluster.planning.capacity import as_run_on, cluster_spec, device_memory
-from rayfcp.cluster.planning.measured import (
+from rayfcp.cluster.facts.capacity import as_run_on, cluster_spec, device_memory
+from rayfcp.cluster.facts.devices import DeviceFacts
+from rayfcp.cluster.facts.measured import (
     BYTES,
     COMMAND,
     MeasuredCost,
@@ -23,7 +24,6 @@ from rayfcp.cluster.planning.measured import (
     without_shards,
     write_measured,
 )
-from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config
 from rayfcp.cost.fit import (
     PartTimings,
@@ -43,9 +43,6 @@ from rayfcp.plan import HARDWARE, CostModel, hardware_profile
 from rayfcp.plan.assembly import exchange_degrees
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
 from rayfcp.values.devices import DEVICES
-
-if TYPE_CHECKING:  # timings of one device alone need no Ray
-    from rayfcp.cluster.workers.group import WorkerGroup
 
 HOLD_OUT_EVERY = 4
 
@@ -257,9 +254,10 @@ def profile_table(profiled: Profiled) -> str:
 
 
 def start_cost(
-    worker_group: "WorkerGroup",
+    passes: Passes,
     guess: CostModel,
     *,
+    device: str,
     cluster: ClusterSpec,
     max_seqlen: int,
     primitives: Collection[str],
@@ -267,17 +265,13 @@ def start_cost(
 ) -> MeasuredCost:
     """Cost model from few short passes of the primitives that plans may use, for runs that were not profiled."""
     exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=primitives)
-    tokens = min(DEVICES[worker_group.facts[0].device].start_tokens, max_seqlen, cluster.max_tokens_per_rank)
+    tokens = min(DEVICES[device].start_tokens, max_seqlen, cluster.max_tokens_per_rank)
     if guess.pipeline:  # its bound assumes recomputation; these passes do not recompute
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     shapes += image_shapes(model.vision, max_tokens=tokens) if model.vision else []
     shapes = [_with_model(each, model) for each in shapes]
-    return measure_cost(guess, time_shapes(passes_of(worker_group), shapes, rounds=START_ROUNDS))
-
-
-def passes_of(worker_group: "WorkerGroup") -> Passes:
-    return lambda shapes: worker_group.call(lambda _, worker: worker.time_passes.remote(shapes))
+    return measure_cost(guess, time_shapes(passes, shapes, rounds=START_ROUNDS))
 
 
 class StartCosts:
@@ -286,9 +280,8 @@ class StartCosts:
     def __init__(self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, log: Log) -> None:
         self._config, self._model, self._device, self.profile_path, self._log = config, model, device, profile_path, log
 
-    def guess(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
-        """Analytic cost model."""
-        facts = worker_group.facts
+    def guess(self, facts: Sequence[DeviceFacts], cluster: ClusterSpec) -> CostModel:
+        """Return the analytic cost model of these devices."""
         return analytic_cost(
             self._config,
             as_run_on(facts, self._model),
@@ -297,12 +290,11 @@ class StartCosts:
             memory_bytes=device_memory(self._config, facts),
         )
 
-    def measure(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
-        """Cost model of `rayfcp profile` for the same model and ranks, else measured now, also after a resume, since
-        ranks may differ. Steps refit it.
+    def measure(self, passes: Passes, facts: Sequence[DeviceFacts], *, cluster: ClusterSpec) -> CostModel:
+        """Return the cost model of `rayfcp profile` for the same model and ranks, else one measured now by `passes`,
+        also after a resume, since ranks may differ. Steps refit it.
 
-        Raises:
-            RanksLostError: a device was lost meanwhile.
+        Errors are those of `passes`.
         """
         self._log("measuring devices")
         config = self._config
@@ -312,8 +304,9 @@ class StartCosts:
             self._log(f"cost model of {COMMAND} in {self.profile_path}")
             return cost
         measured = start_cost(
-            worker_group,
-            self.guess(worker_group, cluster),
+            passes,
+            self.guess(facts, cluster),
+            device=self._device,
             cluster=cluster,
             max_seqlen=config.data.max_seqlen,
             primitives=config.plan.primitives,

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rayfcp.cluster.controller.evaluating import Evaluated, EvaluationRun
-from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.dataset import References
-from rayfcp.cluster.lock import sweep
+from rayfcp.cluster.errors import CapacityError
+from rayfcp.cluster.jobs.controller import Outcome
+from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
-from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.starting import CapacityError, end_leftovers
+from rayfcp.cluster.runtime.lifetime import run_key
+from rayfcp.cluster.session.lock import sweep
+from rayfcp.cluster.workers.starting import end_leftovers
 from rayfcp.config import Config
 from rayfcp.telemetry.serving import target_files
 from rayfcp.values import StepReport

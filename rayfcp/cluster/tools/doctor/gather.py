@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayfcp.cluster.doctor.facts import (
+from rayfcp.cluster.tools.doctor.facts import (
     DASHBOARD_MODULES,
     REQUIRED,
     Accelerators,
@@ -86,7 +86,7 @@ def local_paths(config: Config) -> tuple[str, ...]:
 
 def model_size(config: Config) -> tuple[int, int] | None:
     """Trained parameters of the model, and bytes of frozen ones; None if its folder, or a package, is missing here."""
-    from rayfcp.cluster.planning.preview import model_of
+    from rayfcp.cluster.tools.preview import model_of
 
     try:
         model = model_of(config)
@@ -100,7 +100,7 @@ def accelerators(device: str) -> Accelerators:
     hidden = [info.visible_devices for info in DEVICES.values() if info.visible_devices]
     command = ["env", *(part for name in hidden for part in ("-u", name))]
     command += [f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", sys.executable]
-    command += ["-m", "rayfcp.cluster.doctor.probe", device]
+    command += ["-m", "rayfcp.cluster.tools.doctor.probe", device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

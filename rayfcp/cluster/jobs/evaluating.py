@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.cluster.controller.reporting import Journal
-from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
-from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.cluster.actors.plan_queue import PlannedStep, PlanQueue
+from rayfcp.cluster.jobs.reporting import Journal
+from rayfcp.cluster.session.devices import Devices
 from rayfcp.config import ConfigError
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import ElasticConfig
@@ -104,7 +104,7 @@ class Evaluator:
 
     def __init__(
         self,
-        state: ClusterState,
+        devices: Devices,
         *,
         plans: PlanQueue,
         batches: EvalBatches,
@@ -114,9 +114,9 @@ class Evaluator:
         by_token: bool = False,
     ) -> None:
         self._by_token = by_token
-        self._state, self._plans, self._batches, self._journal, self._log = state, plans, batches, journal, log
+        self._devices, self._plans, self._batches, self._journal, self._log = devices, plans, batches, journal, log
         self._loss = loss
-        self._runtime = state.worker_group.runtime
+        self._runtime = devices.workers.runtime
         self._now: _UnderWay | None = None
         self._planned_for: ClusterSpec | None = None
         """Cluster of the plans in flight, without speeds; None if there are none."""
@@ -155,7 +155,7 @@ class Evaluator:
         `times`: of steps, from which the deadline of a batch is learned; evaluation does not enter them.
 
         Raises:
-            RanksLostError: the batch did not finish on all devices; those before it did.
+            GroupFailedError: the batch did not finish on all devices; those before it did.
             ConfigError: data cannot be read, or too many rows of a set have broken images.
         """
         now = self._now
@@ -168,10 +168,10 @@ class Evaluator:
         refs = self._dispatch(planned, cluster)
         self._plans.refill()
         deadline_s = times.deadline_s(elastic, predicted_s=planned.record.predicted_s)
-        reports: list[BatchLosses] = self._state.worker_group.get(
+        reports: list[BatchLosses] = self._devices.workers.get(
             refs, deadline_s=deadline_s, leave_s=times.leave_s(elastic)
         )
-        self._state.on_step_finished()
+        self._devices.losses.on_step_finished()
         own = self._batches.set_of(now.next_batch)
         now.add(own, planned.batch, reports=reports)
         self._count_broken(own, reports, num_seen=len(now.ids[own.name]))
@@ -180,7 +180,7 @@ class Evaluator:
 
     def need_less(self) -> bool:
         """Give ranks no more tokens than in training from now on; False if that is so already."""
-        is_news = not self._small and bool(self._state.cluster.forward_tokens_per_rank)
+        is_news = not self._small and bool(self._devices.workers.cluster.forward_tokens_per_rank)
         self._small, self._planned_for = True, None
         return is_news
 
@@ -206,7 +206,7 @@ class Evaluator:
                 folder=folder,
                 by_token=self._by_token,
             )
-            for index, worker in enumerate(self._state.worker_group.workers)
+            for index, worker in enumerate(self._devices.workers.workers)
         ]
 
     def _count_broken(self, own: EvalSet, reports: Sequence[BatchLosses], *, num_seen: int) -> None:
@@ -239,6 +239,6 @@ class Evaluator:
         self._journal.metrics.set("eval_seconds", taken_s)
         text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())
         self._log(f"evaluated after step {now.step} in {seconds(taken_s)}: {text}")
-        devices = len(self._state.ids)
+        devices = len(self._devices.workers.ids)
         self._journal.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)
         now.done(results)

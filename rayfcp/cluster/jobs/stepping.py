@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rayfcp.cluster.actors.plan_queue import PlannedStep, PlanQueue
 from rayfcp.cluster.checkpoints.saving import Saver
-from rayfcp.cluster.controller.observing import TimedGroups, observations, rank_seconds
-from rayfcp.cluster.controller.reporting import Journal, step_report
-from rayfcp.cluster.planning.measured import ranks_per_node
-from rayfcp.cluster.planning.out_of_memory import LESS_MEMORY, more_recomputation
-from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
+from rayfcp.cluster.errors import RunAbortedError
+from rayfcp.cluster.facts.measured import ranks_per_node
+from rayfcp.cluster.facts.observing import TimedGroups, observations, rank_seconds
+from rayfcp.cluster.facts.out_of_memory import LESS_MEMORY, more_recomputation
+from rayfcp.cluster.jobs.reporting import Journal, step_report
 from rayfcp.cluster.recovery.replication import Replication
-from rayfcp.cluster.workers.cluster_state import ClusterState
-from rayfcp.cluster.workers.facts import RunAbortedError
+from rayfcp.cluster.session.devices import Devices
 from rayfcp.config import Config
 from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import StepTimes
@@ -28,7 +28,7 @@ from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch, StepReport
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.controller.evaluating import Evaluator
+    from rayfcp.cluster.jobs.evaluating import Evaluator
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Stepper:
     def __init__(
         self,
         config: Config,
-        cluster_state: ClusterState,
+        devices: Devices,
         *,
         plans: PlanQueue,
         journal: Journal,
@@ -61,8 +61,8 @@ class Stepper:
         evaluator: "Evaluator | None" = None,
     ) -> None:
         self.evaluator = evaluator
-        self._config, self.cluster_state, self.plans, self._on_report = config, cluster_state, plans, on_report
-        self._runtime = cluster_state.worker_group.runtime
+        self._config, self.devices, self.plans, self._on_report = config, devices, plans, on_report
+        self._runtime = devices.workers.runtime
         self.journal, self.saver, self._guard = journal, saver, guard
         self._speeds, self._log = Speeds(slow_ratio=config.elastic.slow_ratio), log
         self._peak_flops = 0.0
@@ -94,7 +94,7 @@ class Stepper:
     def begin(self, joined: Sequence[Joined], *, version: int) -> None:
         """Start a generation that holds the state after `version` steps; later steps that were finished run again."""
         self._again_to = max(self._again_to, self.last_finished)
-        metrics, worker_group = self.journal.metrics, self.cluster_state.worker_group
+        metrics, worker_group = self.journal.metrics, self.devices.workers
         metrics.set_standing_by(len(worker_group.standby))
         seconds = max(each.process_group_s for each in joined)
         metrics.set("process_groups", joined[0].process_groups)
@@ -118,13 +118,13 @@ class Stepper:
         """Evaluate one batch, or run one step; return the number of steps in the state.
 
         Raises:
-            RanksLostError: the batch or step did not finish on all devices.
+            GroupFailedError: the batch or step did not finish on all devices.
         """
         if not self.is_evaluating(version):
             self.run(version + 1)
             return version + 1
         assert self.evaluator is not None
-        cluster = self._with_speeds(self.cluster_state.cluster, self.cluster_state.ids)
+        cluster = self._with_speeds(self.devices.workers.cluster, self.devices.workers.ids)
         self.evaluator.run_batch(cluster, cost=self.refit.cost, times=self._times, elastic=self._config.elastic)
         self.saver.look()
         return version
@@ -135,7 +135,7 @@ class Stepper:
 
         def done(results: Mapping[str, EvalResult]) -> None:
             commit(dataclasses.replace(report, eval=dict(results)))
-            self.journal.metrics.keep_ranks(len(self.cluster_state.ids))  # which may be others than in the step
+            self.journal.metrics.keep_ranks(len(self.devices.workers.ids))  # which may be others than in the step
 
         self.journal.hold(report)
         self.evaluator.begin(report.step, done=done)
@@ -144,11 +144,11 @@ class Stepper:
         """Run one step on all devices, from its plan to their reports.
 
         Raises:
-            RanksLostError: `step` did not finish on all devices; the one before it did.
+            GroupFailedError: `step` did not finish on all devices; the one before it did.
             ConfigError: data of the step cannot be read, or too many rows have broken images.
         """
         began_s, cpu_s = self._runtime.now_s(), self._runtime.cpu_s()
-        worker_group, waited_s = self.cluster_state.worker_group, self.cluster_state.worker_group.waited_s
+        worker_group, waited_s = self.devices.workers, self.devices.workers.waited_s
         self.replication.await_safe(step)
         planned = self.plans.take()
         start_s = self._runtime.now_s()
@@ -163,7 +163,7 @@ class Stepper:
             planned,
             devices,
             step_s=step_s,
-            peak_flops=self._peak_flops * self.cluster_state.cluster.num_devices,
+            peak_flops=self._peak_flops * self.devices.workers.cluster.num_devices,
             recovered=step <= self._again_to,
         )
         # Without images, which are large and not needed any more.
@@ -172,7 +172,7 @@ class Stepper:
         self.last_finished = step
         self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
         self.plans.spend_slack(planned, step_s=step_s)
-        self.cluster_state.on_step_finished()
+        self.devices.losses.on_step_finished()
         self._guard.check(planned.batch, devices[0], metrics=self.journal.metrics)
         # Before the next one, after which copies of this step's state may be dropped: a restarted controller cannot
         # resume from a state whose step is not in the log.
@@ -190,7 +190,7 @@ class Stepper:
         due = self._config.eval.is_due(step, last_step=self._config.train.steps)
         if self.evaluator is None or not due or step <= self.journal.last_step or self.is_evaluating(step):
             return False
-        cluster = self._with_speeds(self.cluster_state.cluster, self.cluster_state.ids)
+        cluster = self._with_speeds(self.devices.workers.cluster, self.devices.workers.ids)
         self.evaluator.plan_ahead(cluster, cost=self.refit.cost)
         return True
 
@@ -200,7 +200,7 @@ class Stepper:
         """Write down a finished step: with the results of its evaluation, if there is one, which then begins."""
 
         def commit(report: StepReport) -> None:
-            self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
+            self.journal.record.add_step(planned, devices, cluster=self.devices.workers.cluster)
             self._report(report, devices, groups=planned.record.groups)
 
         if evaluates:
@@ -222,9 +222,9 @@ class Stepper:
         cost = more_recomputation(
             self.refit.cost,
             self._config,
-            model=self.cluster_state.model,
-            device=self.cluster_state.device,
-            cluster=self.cluster_state.cluster,
+            model=self.devices.model,
+            device=self.devices.workers.device,
+            cluster=self.devices.workers.cluster,
         )
         if cost is None or self.recomputes_more or not self.replication.is_on:
             return False
@@ -240,10 +240,10 @@ class Stepper:
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """References of the reports, one per device."""
-        cluster = self.cluster_state.cluster
+        cluster = self.devices.workers.cluster
         snapshot, kept = self.replication.order(step, saved=self.saver.wants(step))
         refs: list[object] = []
-        for number, worker in enumerate(self.cluster_state.worker_group.workers):
+        for number, worker in enumerate(self.devices.workers.workers):
             place = number // cluster.tensor_parallel
             refs.append(
                 worker.step.remote(
@@ -265,7 +265,7 @@ class Stepper:
         (planned, devices, step_s), self._finished = self._finished, None
         if planned.record.step in self._config.metrics.profiler.steps:
             return  # its devices were slower than they are
-        record, state, cluster = planned.record, self.cluster_state, self.cluster_state.cluster
+        record, workers, cluster = planned.record, self.devices.workers, self.devices.workers.cluster
         if self._config.plan.refit:
             self.refit = self.refit.after(observations(record.groups, devices))
         seconds = rank_seconds(record.own_s, devices, num_ranks=cluster.num_ranks)
@@ -273,14 +273,14 @@ class Stepper:
             # All devices of a rank get the measurement of the rank.
             of_device = {
                 id: seconds[number // cluster.tensor_parallel % cluster.num_ranks]
-                for number, id in enumerate(state.ids)
+                for number, id in enumerate(workers.ids)
             }
             before, self._speeds = self._speeds, self._speeds.after(of_device)
             for sentence in self._speeds.news(before):
                 self._log(sentence)
-            for number, id in enumerate(state.ids):
+            for number, id in enumerate(workers.ids):
                 self.journal.metrics.set_speed(number, self._speeds.of(id))
-        self.plans.use(self.refit.cost, cluster=self._with_speeds(cluster, state.ids))
+        self.plans.use(self.refit.cost, cluster=self._with_speeds(cluster, workers.ids))
         self._plan_ahead(prepare_s=record.prepare_s, step_s=step_s)
 
     def _plan_ahead(self, *, prepare_s: float, step_s: float) -> None:
@@ -294,7 +294,7 @@ class Stepper:
             self.journal.metrics.set("planning_load_ratio", lookahead.load)
         if changed:
             self._log(lookahead.reason)
-            devices = len(self.cluster_state.ids)
+            devices = len(self.devices.workers.ids)
             self.journal.record.note(
                 EventKind.PLANNING, step=self.last_finished, devices=devices, text=lookahead.reason
             )

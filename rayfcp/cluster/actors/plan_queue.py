@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from rayfcp.cluster.planning.actors import Planners, PlanRequest, PlanRequests
-from rayfcp.cluster.planning.decoders import Decoders
-from rayfcp.cluster.planning.planner import PlanRecord
+from rayfcp.cluster.actors.decoders import Decoders
+from rayfcp.cluster.actors.planner import PlanRecord
+from rayfcp.cluster.actors.planners import Planners, PlanRequest, PlanRequests
 from rayfcp.elastic.lookahead import Lookahead, PlanningFacts, decide
 from rayfcp.plan import CostModel
 from rayfcp.plan.moves import USUAL_LEVEL, moves_of, next_level
