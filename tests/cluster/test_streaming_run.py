@@ -1,6 +1,8 @@
 """A run on a stream, on a real Ray: the same on other ranks, and after a resume; readers that die."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config
 from rayfcp.data.stream import StreamSampler, open_stream
 from rayfcp.values import StepReport
+from tests.cluster.processes import descendants
 from tests.cluster.runs import run_config, steps_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -50,7 +54,12 @@ def test_what_dead_readers_leave_is_made_by_the_sampler(folder: Path) -> None:
     data = streamed(folder, name="dead", steps=1).data
     stream = open_stream(data, cache_dir=str(folder / "cache of the dead"))
     readers = Readers(stream.folder, data, runtime=RayRuntime())
-    readers.end()
     drawn = StreamSampler(stream, data, seed=0, vocab_size=258, request=readers.request)
     alone = StreamSampler(stream, data, seed=0, vocab_size=258)
-    assert drawn.batch(3).samples == alone.batch(3).samples
+    try:
+        until(lambda: len(descendants("ray::Reader")) == data.reader_actors)
+        for each in descendants("ray::Reader"):
+            os.kill(each, signal.SIGKILL)
+        assert drawn.batch(3).samples == alone.batch(3).samples
+    finally:
+        readers.end()

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
-    *("actors.planners", "actors.plan_queue", "checkpoints.saving", "driver.following"),
+    *("actors.pool", "actors.plan_queue", "checkpoints.saving", "driver.following"),
     *("jobs.controller", "jobs.evaluating", "jobs.loop", "jobs.stepping", "recovery.stores"),
     *("session.devices", "session.losses", "workers.calls", "workers.group", "workers.starting"),
 )

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rayfcp.cluster.actors.plan_queue import PlanQueue
-from rayfcp.cluster.actors.planners import Planners, PlanRequests
+from rayfcp.cluster.actors.pool import ActorPool, Member
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.jobs.loop import TrainingLoop
 from rayfcp.cluster.jobs.stepping import Stepper
@@ -272,21 +272,21 @@ def _gone_copy_ends_run() -> AbstractContextManager[Any]:
 def _planner_not_asked_again() -> AbstractContextManager[Any]:
     """A planner that died is replaced, but what it had in hand is not planned again (240c44a)."""
 
-    def forget(self: PlanRequests[Any], number: int) -> None:
-        for request in self:
-            if request.number == number:
-                request.actor = self._planners[number]  # or the queue would wait for the dead one without an end
+    def forget(self: ActorPool, member: Member) -> None:
+        for request in self._requests:
+            if request.member is member:
+                request.actor = member.actor  # or the queue would wait for the dead one without an end
 
-    return patch.object(PlanRequests, "_repeat_unfinished", forget)
+    return patch.object(ActorPool, "_repeat_unfinished", forget)
 
 
 def _planner_dies_starting() -> AbstractContextManager[Any]:
     """A planner that dies while it starts ends the run (found by this simulation)."""
 
-    def wait(self: Planners, ready: Any) -> None:
-        self.runtime.get(ready, timeout_s=self._config.elastic.start_timeout_s)
+    def wait(self: ActorPool, member: Member) -> None:
+        self.runtime.get(member.ready, timeout_s=self.timeout_s)
 
-    return patch.object(Planners, "_await", wait)
+    return patch.object(ActorPool, "_await", wait)
 
 
 def _dead_nodes_keep() -> AbstractContextManager[Any]:

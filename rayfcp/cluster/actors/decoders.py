@@ -10,7 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
+from rayfcp.cluster.actors.pool import ActorPool
+from rayfcp.cluster.runtime import ActorSpec, Role, Runtime
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange
@@ -48,41 +49,29 @@ def fetched(pixels: Sequence[Any], *, patience_s: float) -> dict[ImageRange, Dec
 
 
 class Decoders:
-    """`data.decoder_actors` decoders, used round-robin; none for data without images. The runtime restarts a lost one
-    and repeats its requests, twice at most. Images are decoded up to `ahead` steps before they run."""
+    """`data.decoder_actors` decoders; none for data without images. The runtime restarts a lost one and repeats its
+    requests, twice at most. Images are decoded up to `ahead` steps before they run."""
 
     def __init__(self, config: Config, *, runtime: Runtime, data_dir: str) -> None:
-        self._runtime, name = runtime, config.data.processor
-        count = config.data.decoder_actors if name is not None and TokenReader.open(data_dir).has_images else 0
-        self._actors = [runtime.start(ActorSpec(role=Role.DECODER), name, data_dir) for _ in range(count)]
-        self._starting = {actor.ready.remote(): actor for actor in self._actors}
-        self._running: list[Any] = []
-        self._turn = 0
-        self.ahead = config.data.decode_ahead_steps
+        name, self.ahead = config.data.processor, config.data.decode_ahead_steps
+
+        def start() -> tuple[Any, Any, Any]:
+            actor = runtime.start(ActorSpec(role=Role.DECODER), name, data_dir)
+            ready = actor.ready.remote()
+            return actor, ready, ready
+
+        self._pool = ActorPool(start, runtime=runtime, count=0, setting="data.decoder_actors", kind="decoder")
+        if name is not None and TokenReader.open(data_dir).has_images:
+            self._pool.add(config.data.decoder_actors)
 
     def request(self, programs: Any, batch: Any, *, num_ranks: int) -> tuple[Any, ...]:
-        """References of the decoded images of each rank, empty without a running decoder; `programs` and `batch` are
-        references too."""
-        self._take_started()
-        if not self._running:
+        """Return references of the decoded images of each rank, none without a running decoder; `programs` and `batch`
+        are references too."""
+        self._pool.take_added()
+        if not len(self._pool):
             return ()
-        first, self._turn = self._turn, self._turn + num_ranks
-        actors = [self._running[(first + number) % len(self._running)] for number in range(num_ranks)]
+        actors = self._pool.in_turn(num_ranks)
         return tuple(actor.decode.remote(programs, batch, rank=rank) for rank, actor in enumerate(actors))
 
     def end(self) -> None:
-        """Kill them by handle."""
-        for actor in self._actors:
-            self._runtime.end(actor)
-
-    def _take_started(self) -> None:
-        for ref in self._runtime.wait_all(list(self._starting), timeout_s=0):
-            actor = self._starting.pop(ref)
-            try:
-                self._runtime.get(ref)
-            except CallError as error:
-                logger.warning(
-                    "a decoder does not start, workers decode its images: %s", " ".join(str(error).split())[:300]
-                )
-            else:
-                self._running.append(actor)
+        self._pool.end()

@@ -2,24 +2,33 @@
 (`rayfcp.elastic.lookahead`)."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
 from rayfcp.cluster.actors.decoders import Decoders
-from rayfcp.cluster.actors.planner import PlanRecord
-from rayfcp.cluster.actors.planners import Planners, PlanRequest, PlanRequests
+from rayfcp.cluster.actors.planner import PlanRecord, request_plan
+from rayfcp.cluster.actors.pool import ActorPool, Request
+from rayfcp.cluster.facts.resources import other_cpus
+from rayfcp.cluster.runtime import ActorSpec, Role, Runtime
+from rayfcp.config import Config
 from rayfcp.elastic.lookahead import Lookahead, PlanningFacts, decide
 from rayfcp.plan import CostModel
+from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.plan.moves import USUAL_LEVEL, moves_of, next_level
-from rayfcp.values import ClusterSpec, GlobalBatch, Span
+from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile, Span
 
 SIMULATE_S = 60.0
 """Time to simulate one step of the trace, compilation included."""
 
-
 MEASURED_STEPS = 16
 """Last steps whose times decide on planners and lookahead."""
+
+PATIENCE = 20.0
+"""Times the slowest of the last plans after which a planner without an answer hangs, but not before
+`elastic.start_timeout_s`: its first plan compiles kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +49,64 @@ class PlannedStep:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _PlanInFlight(PlanRequest):
-    """The plan of a batch for a cluster, by references. `pixels`: decoded images of the programs, once requested."""
+class _PlanInFlight:
+    """The plan of a batch. `pixels`: decoded images of the programs that `decoded` references, once requested."""
 
     batch: GlobalBatch
     batch_ref: Any
-    cluster_ref: Any
-    cost_ref: Any
     level: int
-    moves: int
-    forward_only: bool
+    request: Request
+    decoded: Any = None
     pixels: tuple[Any, ...] = ()
 
-    def call(self, planner: Any) -> list[Any]:
-        self.pixels = ()
-        refs: list[Any] = planner.plan.options(num_returns=2).remote(
-            self.batch_ref,
-            self.cluster_ref,
-            cost=self.cost_ref,
-            search_moves=self.moves,
-            forward_only=self.forward_only,
+    @property
+    def programs(self) -> Any:
+        return self.request.refs[0]
+
+
+class Planners(ActorPool):
+    """Planner actors of a run, the fewest of `plan.planner_actors` at first.
+
+    Each plans `first_batch` on a nominal cluster as soon as it runs, so that kernels are compiled while workers start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelProfile,
+        *,
+        runtime: Runtime,
+        device: str,
+        first_batch: GlobalBatch,
+        log: Callable[[str], None],
+    ) -> None:
+        self._config, self.options = config, config.plan
+        batch_ref = runtime.put(first_batch)
+
+        def start() -> tuple[Any, Any, Any]:
+            actor = runtime.start(ActorSpec(role=Role.PLANNER), config, model, device=device)
+            return actor, actor.ready.remote(), actor.warm_up.remote(batch_ref)
+
+        super().__init__(
+            start,
+            runtime=runtime,
+            count=config.plan.planner_bounds[0],
+            setting="plan.planner_actors",
+            timeout_s=config.elastic.start_timeout_s,
+            log=log,
         )
-        return refs
+        if compiles_first(config.plan.strategy):
+            log(COMPILES)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most planners."""
+        least, most = self.options.planner_bounds
+        return least, int(min(most, self.most))
+
+    def room(self) -> int:
+        """Return the number of planners that the cluster has CPUs for, beside all workers that the run may have."""
+        return int(self.runtime.resources().get("CPU", 0.0)) - other_cpus(self._config)
 
 
 class Batches(Protocol):
@@ -72,8 +117,8 @@ class Batches(Protocol):
 
 class PlanQueue:
     """Keeps plans in flight on the planner actors, in step order, as many as `lookahead` says, and decodes the images
-    of the first ones with `decoders`. `bounds`: fewest and most plans in flight. `forward_only`: of programs without
-    backward."""
+    of the first ones with `decoders`. `bounds`: fewest and most plans in flight. `forward_only`: programs have no
+    backward passes."""
 
     def __init__(
         self,
@@ -92,7 +137,7 @@ class PlanQueue:
         self._measured: deque[tuple[float, float]] = deque(maxlen=MEASURED_STEPS)
         """Seconds to prepare the last steps of these ranks, and of the steps themselves."""
         self._room = 0
-        self._in_flight: PlanRequests[_PlanInFlight] = PlanRequests(planners)
+        self._in_flight: deque[_PlanInFlight] = deque()
         self._next = self._last = 0
         self._cluster: ClusterSpec | None = None
         self._cluster_ref: Any = None
@@ -101,6 +146,7 @@ class PlanQueue:
 
     def start(self, first_step: int, last_step: int, *, cluster: ClusterSpec, cost: CostModel) -> None:
         """Plan steps `[first_step, last_step]` for these ranks, in place of plans in flight for others."""
+        self._planners.forget(*(each.request for each in self._in_flight))
         self._in_flight.clear()
         self._measured.clear()
         self._room = self._planners.room()
@@ -112,7 +158,7 @@ class PlanQueue:
     @property
     def depth(self) -> int:
         """Plans that are requested and not there yet."""
-        return len(self._in_flight.unfinished())
+        return len(self._planners.unfinished([each.request for each in self._in_flight]))
 
     def use(self, cost: CostModel, *, cluster: ClusterSpec) -> None:
         """Plan with this cost model, and these speeds of the same ranks, from now on; plans in flight stay valid."""
@@ -130,19 +176,22 @@ class PlanQueue:
         """Take the next step's plan, waiting for it if it is late.
 
         Raises:
-            TaskFailedError, RunAbortedError, CapacityError: as `PlanRequests.wait`.
+            TaskFailedError, RunAbortedError, CapacityError: as `ActorPool.wait`.
         """
-        flight = next(iter(self._in_flight))
+        flight = self._in_flight[0]
         start_s = self._runtime.now_s()
-        record = self._in_flight.wait(flight)
-        self._in_flight.remove(flight)
+        slowest_s = max((prepare_s for prepare_s, _ in self._measured), default=0.0)
+        patience_s = max(PATIENCE * slowest_s, self._planners.timeout_s)
+        record = self._planners.wait(flight.request, patience_s=patience_s)
+        self._planners.forget(flight.request)
+        self._in_flight.popleft()
         return PlannedStep(
             batch=flight.batch,
             batch_ref=flight.batch_ref,
             record=record,
             level=flight.level,
-            programs=flight.refs[0],
-            pixels=flight.pixels,
+            programs=flight.programs,
+            pixels=flight.pixels if flight.decoded is flight.programs else (),
             wait_s=self._runtime.now_s() - start_s,
         )
 
@@ -152,7 +201,8 @@ class PlanQueue:
         Raises:
             CallError: the planner died, failed, or is not done in time.
         """
-        call = self._planners[0].simulate_step.remote(programs, cluster=cluster, cost=cost)
+        (planner,) = self._planners.in_turn(1)
+        call = planner.simulate_step.remote(programs, cluster=cluster, cost=cost)
         found: tuple[Span, ...] = self._runtime.get(call, timeout_s=SIMULATE_S)
         return found
 
@@ -160,7 +210,7 @@ class PlanQueue:
         """Request plans until enough are in flight, each from the planner with the fewest unfinished ones."""
         self._planners.take_added()
         while self._next <= self._last and len(self._in_flight) < self.lookahead.steps:
-            self._in_flight.send(self._request_for(self._sampler.batch(self._next)))
+            self._in_flight.append(self._request(self._sampler.batch(self._next)))
             self._next += 1
         self._decode_ahead()
 
@@ -190,22 +240,20 @@ class PlanQueue:
         if self._decoders is None:
             return
         for flight in islice(self._in_flight, self._decoders.ahead):
-            if not flight.pixels and self._cluster and any(sample.images for sample in flight.batch.samples):
-                num_ranks = self._cluster.num_ranks
-                flight.pixels = self._decoders.request(flight.refs[0], flight.batch_ref, num_ranks=num_ranks)
+            is_decoded = flight.pixels and flight.decoded is flight.programs
+            if not is_decoded and self._cluster and any(sample.images for sample in flight.batch.samples):
+                flight.decoded, num_ranks = flight.programs, self._cluster.num_ranks
+                flight.pixels = self._decoders.request(flight.decoded, flight.batch_ref, num_ranks=num_ranks)
 
-    def _request_for(self, batch: GlobalBatch) -> _PlanInFlight:
-        return _PlanInFlight(
-            batch=batch,
-            batch_ref=self._runtime.put(batch),
-            cluster_ref=self._cluster_ref,
-            cost_ref=self._cost_ref,
+    def _request(self, batch: GlobalBatch) -> _PlanInFlight:
+        assert self._cluster is not None, "the queue was started"
+        batch_ref = self._runtime.put(batch)
+        moves = moves_of(
+            self._planners.options,
+            num_ranks=self._cluster.num_ranks,
+            num_sequences=len(batch.samples),
             level=self._level,
-            moves=moves_of(
-                self._planners.options,
-                num_ranks=self._cluster.num_ranks if self._cluster else 1,
-                num_sequences=len(batch.samples),
-                level=self._level,
-            ),
-            forward_only=self._forward_only,
         )
+        given = {"cost": self._cost_ref, "search_moves": moves, "forward_only": self._forward_only}
+        plan = partial(request_plan, batch_ref, self._cluster_ref, **given)
+        return _PlanInFlight(batch=batch, batch_ref=batch_ref, level=self._level, request=self._planners.send(plan))

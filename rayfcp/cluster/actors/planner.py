@@ -219,6 +219,12 @@ class BatchPlanner:
         yield PlannedBatch(plan=plan, plan_s=plan_s, prepare_s=time.perf_counter() - start_s)
 
 
+def request_plan(batch: Any, cluster: Any, planner: Any, /, **given: Any) -> list[Any]:
+    """Request a plan from a planner of either kind; return the references of its programs and of what describes it."""
+    refs: list[Any] = planner.plan.options(num_returns=2).remote(batch, cluster, **given)
+    return refs
+
+
 class Planner:
     """Actor that turns global batches into plans and programs."""
 

@@ -4,10 +4,11 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from rayfcp.cluster.actors.planner import PlannedBatch
-from rayfcp.cluster.actors.planners import PlannerActors, PlanRequest, PlanRequests
+from rayfcp.cluster.actors.planner import PlannedBatch, request_plan
+from rayfcp.cluster.actors.pool import START_TIMEOUT_S, ActorPool, Request
 from rayfcp.cluster.runtime import ActorSpec, NoAnswerError, Role, Runtime, TaskFailedError
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config.models import PlanConfig
@@ -19,32 +20,14 @@ from rayfcp.values import ClusterSpec, SequenceSpec
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 300.0
-"""Time for planners to start, as `elastic.start_timeout_s` of a run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """What batches are planned with; `cluster` and `options["cost"]` are references."""
-
-    cluster: Any
-    options: dict[str, Any]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Ticket(PlanRequest):
+class Ticket:
     """A submitted batch, until its plan is taken. `sequences` is a reference."""
 
     sequences: Any
-    facts: _Facts
+    request: Request
     answer: PlannedBatch | Exception | None = None
-
-    def call(self, planner: Any) -> list[Any]:
-        self.answer = None
-        refs: list[Any] = planner.plan.options(num_returns=2).remote(
-            self.sequences, self.facts.cluster, **self.facts.options
-        )
-        return refs
 
 
 class PlannerPool:
@@ -101,16 +84,11 @@ class PlannerPool:
         self._series = _series(run, run_dir=run_dir, runtime=self._runtime)
         lowering = {"reduce_every": reduce_every} if programs else None
         self._options = {"strategy": strategy, "options": options, "lowering": lowering}
-        self._facts = self._shared_facts()
-        self._planners = PlannerActors(
-            self._start,
-            count=num_planners,
-            runtime=self._runtime,
-            start_timeout_s=start_timeout_s,
-            setting="num_planners",
-            log=logger.warning,
+        self._share_facts()
+        self._planners = ActorPool(
+            self._start, runtime=self._runtime, count=num_planners, setting="num_planners", timeout_s=start_timeout_s
         )
-        self._tickets: PlanRequests[Ticket] = PlanRequests(self._planners)
+        self._tickets: list[Ticket] = []
         try:
             self._planners.await_ready()
         except BaseException:
@@ -127,8 +105,9 @@ class PlannerPool:
         """
         self._check_open()
         self._await_room(timeout_s)
-        ticket = Ticket(sequences=self._runtime.put(tuple(sequences)), facts=self._facts)
-        self._tickets.send(ticket)
+        ref = self._runtime.put(tuple(sequences))
+        ticket = Ticket(sequences=ref, request=self._request(ref))
+        self._tickets.append(ticket)
         self._show_depth()
         return ticket
 
@@ -146,7 +125,7 @@ class PlannerPool:
         start_s = self._runtime.now_s()
         if ticket.answer is None and not self._settle(ticket, timeout_s=timeout_s):
             raise TimeoutError(f"the batch is not planned within {timeout_s} s; take it later")
-        self._tickets.remove(ticket)
+        self._remove(ticket)
         self._show_depth()
         answer = ticket.answer
         if not isinstance(answer, PlannedBatch):
@@ -155,7 +134,7 @@ class PlannerPool:
         wait_s = self._runtime.now_s() - start_s
         for name, value in (("plan", answer.plan_s), ("prepare", answer.prepare_s), ("plan_wait", wait_s)):
             self._series.set(f"{name}_seconds", value)
-        programs = ticket.refs[0] if self._options["lowering"] else None
+        programs = ticket.request.refs[0] if self._options["lowering"] else None
         return replace(answer, programs=programs, wait_s=wait_s)
 
     def map(self, batches: Iterable[Sequence[SequenceSpec]]) -> Iterator[PlannedBatch]:
@@ -176,24 +155,23 @@ class PlannerPool:
         finally:
             for ticket in ahead:  # after an error, or a consumer that stopped early
                 if ticket in self._tickets:
-                    self._tickets.remove(ticket)
+                    self._remove(ticket)
 
     def update(self, *, cluster: ClusterSpec | None = None, cost: CostModel | None = None) -> None:
         """Plan with this cluster and this cost model from now on, those batches included whose result was not taken
         yet: they are planned again."""
         self._check_open()
         self._cluster, self._cost = cluster or self._cluster, cost or self._cost
-        self._facts = self._shared_facts()
+        self._share_facts()
         for ticket in self._tickets:
-            ticket.facts = self._facts
-            self._tickets.repeat(ticket)
+            self._planners.forget(ticket.request)
+            ticket.request, ticket.answer = self._request(ticket.sequences), None
         self._show_depth()
 
     def close(self) -> None:
         """End planners and metrics; batches in flight are lost. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._tickets.clear()
             self._planners.end()
             self._series.close()
 
@@ -208,13 +186,22 @@ class PlannerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> tuple[Any, Any]:
+    def _start(self) -> tuple[Any, Any, Any]:
         actor = self._runtime.start(ActorSpec(role=Role.BATCH_PLANNER))
-        return actor, actor.ready.remote()
+        ready = actor.ready.remote()
+        return actor, ready, ready
 
-    def _shared_facts(self) -> _Facts:
-        cost = self._runtime.put(self._cost)
-        return _Facts(cluster=self._runtime.put(self._cluster), options=self._options | {"cost": cost})
+    def _share_facts(self) -> None:
+        """Store what all batches are planned with once."""
+        self._cluster_ref, self._cost_ref = self._runtime.put(self._cluster), self._runtime.put(self._cost)
+
+    def _request(self, sequences: Any) -> Request:
+        given = self._options | {"cost": self._cost_ref}
+        return self._planners.send(partial(request_plan, sequences, self._cluster_ref, **given))
+
+    def _remove(self, ticket: Ticket) -> None:
+        self._tickets.remove(ticket)
+        self._planners.forget(ticket.request)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -227,20 +214,20 @@ class PlannerPool:
         until_s = None if timeout_s is None else self._runtime.now_s() + timeout_s
         while len(waiting := self._unplanned()) >= self._lookahead:
             left_s = None if until_s is None else max(0.0, until_s - self._runtime.now_s())
-            ready = set(self._runtime.wait([ticket.refs[-1] for ticket in waiting], timeout_s=left_s))
+            ready = set(self._runtime.wait([ticket.request.refs[-1] for ticket in waiting], timeout_s=left_s))
             if not ready:
                 raise TimeoutError(
                     f"lookahead is {self._lookahead}, and as many batches are not planned within {timeout_s} s; wait "
                     "longer, or raise num_planners"
                 )
             for ticket in waiting:
-                if ticket.refs[-1] in ready:
+                if ticket.request.refs[-1] in ready:
                     self._settle(ticket, timeout_s=0)
 
     def _settle(self, ticket: Ticket, *, timeout_s: float | None) -> bool:
         """Set the answer of a ticket if it comes in time; whether it does."""
         try:
-            ticket.answer = self._tickets.wait(ticket, timeout_s=timeout_s)
+            ticket.answer = self._planners.wait(ticket.request, timeout_s=timeout_s)
         except TaskFailedError as error:
             ticket.answer = error.cause
         except NoAnswerError:
@@ -248,7 +235,9 @@ class PlannerPool:
         return True
 
     def _show_depth(self) -> None:
-        self._series.set("plan_queue_depth", len(self._tickets.unfinished()))
+        self._series.set(
+            "plan_queue_depth", len(self._planners.unfinished([ticket.request for ticket in self._tickets]))
+        )
 
 
 def _check(strategy: str, *, num_planners: int, lookahead: int) -> None:

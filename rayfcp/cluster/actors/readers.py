@@ -4,7 +4,9 @@ import logging
 from functools import cached_property
 from typing import Any
 
-from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime, TaskFailedError
+from rayfcp.cluster.actors.pool import ActorPool
+from rayfcp.cluster.errors import CapacityError, RunAbortedError
+from rayfcp.cluster.runtime import ActorSpec, Role, Runtime, TaskFailedError
 from rayfcp.config import ConfigError
 from rayfcp.config.data import DataConfig
 from rayfcp.data.stream import Stream, Waiter, find_stream
@@ -29,39 +31,44 @@ class Reader:
             raise ConfigError(f"data.cache_dir has no stream in {self._folder}; all nodes must reach it")
         return stream
 
+    def ready(self) -> None:
+        """Answers once the actor runs."""
+
     def prepare(self, split: int) -> None:
         """Tokenise a part, unless it is there."""
         self._stream.prepare(split, data=self._data)
 
 
 class Readers:
-    """`data.reader_actors` readers of a stream, used round-robin, with what `StreamSampler` asks of them. What one that
-    is lost for good does not prepare, the sampler does itself."""
+    """`data.reader_actors` readers of a stream, which `StreamSampler` asks for its parts. The sampler prepares parts
+    itself if readers die one after the other."""
 
     def __init__(self, folder: str, data: DataConfig, *, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._actors = [runtime.start(ActorSpec(role=Role.READER), folder, data) for _ in range(data.reader_actors)]
-        self._turn = 0
+        def start() -> tuple[Any, Any, Any]:
+            actor = runtime.start(ActorSpec(role=Role.READER), folder, data)
+            ready = actor.ready.remote()
+            return actor, ready, ready
+
+        count = data.reader_actors
+        self._pool = ActorPool(start, runtime=runtime, count=count, setting="data.reader_actors", kind="reader")
 
     def request(self, split: int) -> Waiter:
         """Begin to tokenise a part; what is returned waits for it."""
-        actor = self._actors[self._turn % len(self._actors)]
-        self._turn += 1
-        ref: Any = actor.prepare.remote(split)
+        request = self._pool.send(lambda actor: [actor.prepare.remote(split)])
 
         def wait() -> None:
             try:
-                self._runtime.get(ref)
+                self._pool.wait(request)
             except TaskFailedError as error:
                 if isinstance(error.cause, ConfigError):
                     raise error.cause from error
                 raise
-            except CallError as error:
-                logger.warning("a reader is lost, part %d is tokenised here: %s", split, error)
+            except (RunAbortedError, CapacityError) as error:
+                logger.warning("readers are lost, part %d is tokenised here: %s", split, error)
+            finally:
+                self._pool.forget(request)
 
         return wait
 
     def end(self) -> None:
-        """Kill them by handle."""
-        for actor in self._actors:
-            self._runtime.end(actor)
+        self._pool.end()

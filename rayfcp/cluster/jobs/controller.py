@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayfcp.cluster.actors.decoders import Decoders
-from rayfcp.cluster.actors.plan_queue import PlanQueue
-from rayfcp.cluster.actors.planners import Planners
+from rayfcp.cluster.actors.plan_queue import Planners, PlanQueue
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.dataset import Dataset, References
 from rayfcp.cluster.errors import CapacityError, RunAbortedError, RunFailedError, StoppedError

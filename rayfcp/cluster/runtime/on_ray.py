@@ -59,7 +59,7 @@ _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
         "Decoder",
         {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 2, "scheduling_strategy": "SPREAD"},
     ),
-    Role.READER: ("actors.readers", "Reader", {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 2}),
+    Role.READER: ("actors.readers", "Reader", {"num_cpus": 0}),
 }
 """Module, class and options of each role's actors. Of a worker's threads, `control` always answers, `copies` may wait,
 and all else runs in one thread."""
