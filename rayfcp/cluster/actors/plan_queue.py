@@ -4,12 +4,11 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
 from rayfcp.cluster.actors.decoders import Decoders
-from rayfcp.cluster.actors.planner import PlanRecord, request_plan
+from rayfcp.cluster.actors.planner import PlanRecord, plan_call
 from rayfcp.cluster.actors.pool import ActorPool, Request
 from rayfcp.cluster.facts.resources import other_cpus
 from rayfcp.cluster.runtime import ActorSpec, Role, Runtime
@@ -255,5 +254,5 @@ class PlanQueue:
             level=self._level,
         )
         given = {"cost": self._cost_ref, "search_moves": moves, "forward_only": self._forward_only}
-        plan = partial(request_plan, batch_ref, self._cluster_ref, **given)
+        plan = plan_call(batch_ref, self._cluster_ref, **given)
         return _PlanInFlight(batch=batch, batch_ref=batch_ref, level=self._level, request=self._planners.send(plan))

@@ -1,7 +1,7 @@
 """The planner actor: from a global batch to checked programs, on a spare CPU; and the same for previews and reports."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -219,10 +219,10 @@ class BatchPlanner:
         yield PlannedBatch(plan=plan, plan_s=plan_s, prepare_s=time.perf_counter() - start_s)
 
 
-def request_plan(batch: Any, cluster: Any, planner: Any, /, **given: Any) -> list[Any]:
-    """Request a plan from a planner of either kind; return the references of its programs and of what describes it."""
-    refs: list[Any] = planner.plan.options(num_returns=2).remote(batch, cluster, **given)
-    return refs
+def plan_call(batch: Any, cluster: Any, **given: Any) -> Callable[[Any], list[Any]]:
+    """Return a function that requests a plan from a planner of either kind, and returns the references of its programs
+    and of the value that describes it."""
+    return lambda planner: planner.plan.options(num_returns=2).remote(batch, cluster, **given)
 
 
 class Planner:

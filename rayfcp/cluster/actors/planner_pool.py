@@ -4,10 +4,9 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from rayfcp.cluster.actors.planner import PlannedBatch, request_plan
+from rayfcp.cluster.actors.planner import PlannedBatch, plan_call
 from rayfcp.cluster.actors.pool import START_TIMEOUT_S, ActorPool, Request
 from rayfcp.cluster.runtime import ActorSpec, NoAnswerError, Role, Runtime, TaskFailedError
 from rayfcp.cluster.runtime.on_ray import RayRuntime
@@ -197,7 +196,7 @@ class PlannerPool:
 
     def _request(self, sequences: Any) -> Request:
         given = self._options | {"cost": self._cost_ref}
-        return self._planners.send(partial(request_plan, sequences, self._cluster_ref, **given))
+        return self._planners.send(plan_call(sequences, self._cluster_ref, **given))
 
     def _remove(self, ticket: Ticket) -> None:
         self._tickets.remove(ticket)

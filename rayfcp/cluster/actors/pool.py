@@ -33,8 +33,8 @@ class Member:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A call of an actor. `call(actor)` makes it, any number of times with the same outcome, and returns references, the
-    last of which is ready last. `actor`: the one that was called, at the place `member`."""
+    """A call of an actor. `call(actor)` makes it, any number of times with the same outcome; it returns references, of
+    which the last is ready last. `actor`: the one that was called, at the place `member`."""
 
     call: Callable[[Any], Sequence[Any]]
     member: Member
@@ -96,7 +96,7 @@ class ActorPool:
         return [self._members[(first + number) % len(self)].actor for number in range(count)]
 
     def send(self, call: Callable[[Any], Sequence[Any]]) -> Request:
-        """Call the actor with the fewest unfinished requests. The call is repeated if the actor dies, until `forget`."""
+        """Call the actor with the fewest unfinished requests. A call is repeated if its actor dies, until `forget`."""
         waiting = Counter(id(each.member) for each in self.unfinished(self._requests))
         request = Request(call=call, member=min(self._members, key=lambda member: waiting[id(member)]))
         request.make()
