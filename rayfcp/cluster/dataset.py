@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.architecture import VISION_FAMILIES
+from rayfcp.config.data import DataConfig
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, read_manifest
 from rayfcp.data.evaluation import named_keys
@@ -39,22 +40,46 @@ class References:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """Index and sampler of the data, and the model that they are for; the batches of evaluation sets, if there are
-    any. `trained`: what is trained of the model, if not all."""
+class Training:
+    """What a controller is asked to do: train on the prepared `data_dir`, and evaluate on sets prepared in `eval_dirs`,
+    by name. `references`: for losses with a reference model."""
 
-    index: "LengthIndex | StreamIndex"
-    sampler: Sampler
+    data_dir: str
+    eval_dirs: Mapping[str, str] = field(default_factory=dict)
+    references: References = References()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a controller is asked to do: evaluate the model's `checkpoint`, or its initial weights, on sets by name.
+
+    `sources` are prepared in `folders`. `draws`: of each set that is evaluated; what the configuration says if None.
+    `reference`: sums of sets by the reference model, for losses with one. `by_token`: the terms of tokens are kept.
+    """
+
+    sources: Mapping[str, DataConfig]
+    folders: Mapping[str, str]
+    checkpoint: Path | None = None
+    draws: Mapping[str, npt.NDArray[np.int64]] | None = None
+    reference: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    by_token: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelData:
+    """A model, and the data that devices run it on. `folder`: prepared data of a training, empty without; `evaluation`:
+    batches of evaluation sets, if there are any. `trained`: what is trained of the model, if not all."""
+
     library: "PreTrainedConfig"
     model: ModelProfile
+    folder: str = ""
     evaluation: "EvalBatches | None" = None
     trained: dict[str, Any] = field(default_factory=dict)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest sequence that is trained or evaluated on."""
-        sets = () if self.evaluation is None else self.evaluation.sets
-        return max(int(each.lengths.max()) for each in (self.index, *(own.index for own in sets)))
+        """Tokens of the longest sequence that the model is run on."""
+        return longest_in(self.evaluation)
 
     @property
     def vocab_size(self) -> int:
@@ -62,25 +87,8 @@ class Dataset:
 
     @property
     def checkpointed_model(self) -> dict[str, Any]:
+        """Identity of the model of a checkpoint."""
         return self.library.to_dict() | self.trained
-
-    def with_references(self, references: Sums) -> "Dataset":
-        """The same data with the sums of the reference model."""
-        self.sampler.reference = references.get(TRAINING)
-        if self.evaluation is None:
-            return self
-        return replace(self, evaluation=self.evaluation.with_references(references))
-
-    def evaluating(self, draws: Mapping[str, npt.NDArray[np.int64]]) -> "Dataset":
-        """The same data with evaluation of these draws of sets, by name."""
-        assert self.evaluation is not None, "sets were checked"
-        return replace(self, evaluation=self.evaluation.only(draws))
-
-    def account(self, path: Path) -> list[str]:
-        """Return the account of the data in lines. Skipped rows are written to `path`, one JSON object per line."""
-        if rows := self.index.named_bad_rows:
-            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-        return self.index.lines(path=path)
 
     def evaluation_accounts(self) -> list[str]:
         """Return the accounts of the evaluation sets in lines."""
@@ -88,6 +96,36 @@ class Dataset:
         return [
             f"evaluation set {own.name}: {named_keys(line, own.name)}" for own in sets for line in own.index.lines()
         ]
+
+
+def longest_in(batches: "EvalBatches | None") -> int:
+    """Return the tokens of the longest sequence of evaluation sets, 0 without any."""
+    return max((int(each.index.lengths.max()) for each in (batches.sets if batches else ())), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset(ModelData):
+    """Index and sampler of the data that a model is trained on."""
+
+    index: "LengthIndex | StreamIndex"
+    sampler: Sampler
+
+    @property
+    def longest_tokens(self) -> int:
+        return max(int(self.index.lengths.max()), longest_in(self.evaluation))
+
+    def with_references(self, references: Sums) -> "Dataset":
+        """Return the same data with the sums of the reference model."""
+        self.sampler.reference = references.get(TRAINING)
+        if self.evaluation is None:
+            return self
+        return replace(self, evaluation=self.evaluation.with_references(references))
+
+    def account(self, path: Path) -> list[str]:
+        """Return the account of the data in lines. Skipped rows are written to `path`, one JSON object per line."""
+        if rows := self.index.named_bad_rows:
+            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        return self.index.lines(path=path)
 
 
 def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConfig", ModelProfile]:
@@ -132,12 +170,39 @@ def open_dataset(
     opened = _open_stream(config, data_dir, request=request) if is_stream else _open_prepared(config, data_dir)
     if not eval_dirs:
         return opened
+    return replace(opened, evaluation=_opened_sets(config, opened.model, folders=eval_dirs))
+
+
+def open_evaluation(config: Config, wanted: Evaluation) -> ModelData:
+    """Read the lengths of the evaluation sets that are wanted.
+
+    Raises:
+        ConfigError: as `open_dataset`.
+    """
+    first = read_manifest(next(iter(wanted.folders.values())))
+    library, model = described_model(config, vocab_size=first.tokenizer_vocab_size)
+    sets = _opened_sets(config, model, folders=wanted.folders, sources=wanted.sources)
+    if wanted.draws is not None:
+        sets = sets.only(wanted.draws)
+    if wanted.reference:
+        sets = sets.with_references(wanted.reference)
+    model = replace(model, head_fraction=sets.sets[0].index.head_fraction)
+    return ModelData(library=library, model=model, evaluation=sets, trained=_trained(config.model))
+
+
+def _opened_sets(
+    config: Config,
+    model: ModelProfile,
+    *,
+    folders: Mapping[str, str],
+    sources: Mapping[str, DataConfig] | None = None,
+) -> "EvalBatches":
     from rayfcp.data.evaluation import open_sets
 
-    evaluation = open_sets(config, eval_dirs, vocab_size=opened.vocab_size)
-    for each in evaluation.sets:
-        _check_images(config, opened.model, has_images=each.index.has_images)
-    return replace(opened, evaluation=evaluation)
+    found = open_sets(config, folders, vocab_size=model.vocab_size, sources=sources)
+    for each in found.sets:
+        _check_images(config, model, has_images=each.index.has_images)
+    return found
 
 
 def _open_prepared(config: Config, data_dir: str) -> Dataset:
@@ -152,7 +217,8 @@ def _open_prepared(config: Config, data_dir: str) -> Dataset:
     index.check_targets("data.paths")
     _check_images(config, model, has_images=index.has_images)
     sampler, model = _sampler(config, index), replace(model, head_fraction=index.head_fraction)
-    return Dataset(index=index, sampler=sampler, library=library, model=model, trained=_trained(config.model))
+    trained = _trained(config.model)
+    return Dataset(index=index, sampler=sampler, library=library, model=model, folder=data_dir, trained=trained)
 
 
 def _open_stream(config: Config, data_dir: str, *, request: "Callable[[int], Waiter] | None") -> Dataset:
@@ -164,7 +230,7 @@ def _open_stream(config: Config, data_dir: str, *, request: "Callable[[int], Wai
     library, model = described_model(config, vocab_size=stream.tokenizer_vocab_size)
     sampler = StreamSampler(stream, config.data, seed=config.run.seed, vocab_size=model.vocab_size, request=request)
     index, trained = sampler.index, _trained(config.model)
-    return Dataset(index=index, sampler=sampler, library=library, model=model, trained=trained)
+    return Dataset(index=index, sampler=sampler, library=library, model=model, folder=data_dir, trained=trained)
 
 
 def _trained(model: ModelConfig) -> dict[str, Any]:

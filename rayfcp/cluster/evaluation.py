@@ -1,10 +1,9 @@
 """A checkpoint of a run, or a Hugging Face model, on evaluation sets or given sequences, by the controller of runs."""
 
 import logging
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cluster.checkpoints.folder import chosen_checkpoint
-from rayfcp.cluster.dataset import described_model
+from rayfcp.cluster.dataset import Evaluation, described_model, open_evaluation
 from rayfcp.cluster.driver.connecting import connected
-from rayfcp.cluster.driver.following import Watcher, evaluate, sigterm_interrupts, without_training
+from rayfcp.cluster.driver.following import Watcher, evaluate, own_folder, sigterm_interrupts
 from rayfcp.cluster.driver.preparing import cache_of, check_runnable, prepared_sets, with_absolute_paths
-from rayfcp.cluster.driver.references import reference_sums
-from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun
+from rayfcp.cluster.driver.references import has_reference, reference_sums
+from rayfcp.cluster.jobs.evaluate import Evaluated
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config, ConfigError, check_paths, load_config
+from rayfcp.config.data import DataConfig
 from rayfcp.config.loading import read_mapping, read_recorded
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import NO_MODEL
@@ -41,12 +41,12 @@ Sections = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is evaluated: `config` names the model, `checkpoint` its state, absent for the model's own weights. The run
-    of the evaluation has its files in `folder` while it lasts; absent: in a temporary one."""
+    """A state to be evaluated: `config` names the model, `checkpoint` its state, absent for the model's own weights.
+    `parent`: where an evaluation has its files while it lasts; absent: in a temporary folder."""
 
     config: Config
     checkpoint: Path | None
-    folder: Path | None
+    parent: Path | None
 
     @classmethod
     def of(
@@ -59,7 +59,8 @@ class Subject:
         log: Callable[[str], object],
         has_sets: bool,
     ) -> "Subject":
-        """Of a run directory or a model folder, with the sections `given` and overrides over those of the run.
+        """Return the subject in a run directory or a model folder, with the sections `given` and overrides over those
+        of the run.
 
         Raises:
             ConfigError: neither of both, no intact checkpoint, a configuration that is wrong, or no evaluation set
@@ -76,29 +77,35 @@ class Subject:
         else:
             others = {key: value for key, value in (given.get("model") or {}).items() if key not in NO_MODEL}
             merged = {**given, "model": {**others, "path": str(path), "init": "pretrained"}}
-        if not (merged.get("data") or {}).get("sources"):
-            merged = _merged({"data": {"paths": ["none"]}}, merged)  # what is trained on does not matter
-        config = load_config(merged, overrides=overrides)
+        config = load_config(merged, overrides=overrides, needs_data=False)
         if has_sets and not config.eval.sets:
             raise ConfigError(
                 f"eval.sets is empty, must name data to evaluate {target} on; add e.g. eval.sets.val.paths=FILE"
             )
         if not is_run:
-            return cls(config=config, checkpoint=None, folder=None)
+            return cls(config=config, checkpoint=None, parent=None)
         keep = config.checkpoint.keep
         checkpoint, _ = chosen_checkpoint(path, keep=keep, step=step, check=find_wrong_size, log=log)
         cache_dir = config.data.cache_dir or str(path.absolute().parent / ".data")
         return cls(
-            config=config.changed(data={"cache_dir": cache_dir}), checkpoint=checkpoint, folder=path / ".evaluate"
+            config=config.changed(data={"cache_dir": cache_dir}), checkpoint=checkpoint, parent=path / ".evaluate"
         )
 
-    def without_training(self, *, data: Sections, **sections: Sections) -> "Subject":
-        """The same with other values of some keys, and without what only training needs."""
-        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        return replace(self, config=without_training(self.config, checkpoint=checkpoint, data=data, **sections))
+    def with_data(self, data: Sections, **sections: Sections) -> "Subject":
+        """Return the same with one source of data, and other values of some keys."""
+        one_source = {"sources": {}, "schedule": (), "temperature": 1.0, "streaming": False}
+        return replace(self, config=self.config.changed(data=one_source | dict(data), **sections))
 
-    def run(self, watcher: Watcher, *, prepared: Callable[[Config], Mapping[str, str]], by_token: bool) -> Evaluated:
-        """Evaluate on the configured cluster. `prepared` returns the folders of evaluation sets by name.
+    def run(
+        self,
+        watcher: Watcher,
+        *,
+        sources: Mapping[str, DataConfig],
+        prepared: Callable[[Config], Mapping[str, str]],
+        by_token: bool,
+    ) -> Evaluated:
+        """Evaluate on the configured cluster. `sources` are evaluation sets by name, of which `prepared` returns the
+        folders.
 
         Raises:
             ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
@@ -106,21 +113,28 @@ class Subject:
             KeyboardInterrupt: the user stopped it.
         """
         check_runnable(self.config)
-        with (
-            _own_folder(self.folder, cache_dir=self.config.data.cache_dir) as folder,
-            sigterm_interrupts() as heed_sigterm,
-        ):
+        with self._folder() as folder, sigterm_interrupts() as heed_sigterm:
             config = with_absolute_paths(self.config.changed(run={"dir": str(folder.absolute())}))
             watcher.log(self.config.model.weights if self.checkpoint is None else f"weights: {self.checkpoint}")
             watcher.log("connecting to Ray")
             with connected(config):
                 heed_sigterm()
-                dirs, runtime = prepared(config), RayRuntime()
-                first, cache_dir = next(iter(dirs.values())), cache_of(config)
-                given: dict[str, Any] = {"eval_dirs": dirs, "runtime": runtime, "watcher": watcher}
-                references = reference_sums(config, first, cache_dir=cache_dir, trains=False, **given)
-                wanted = EvaluationRun(by_token=by_token)
-                return evaluate(config, first, evaluates=wanted, references=references, **given)
+                runtime, checkpoint = RayRuntime(), self.checkpoint and self.checkpoint.absolute()
+                wanted = Evaluation(sources=sources, folders=prepared(config), checkpoint=checkpoint, by_token=by_token)
+                if has_reference(config):
+                    data, cache_dir = open_evaluation(config, wanted), cache_of(config)
+                    found = reference_sums(config, data, cache_dir=cache_dir, runtime=runtime, watcher=watcher)
+                    wanted = replace(wanted, reference=found.sums)
+                return evaluate(config, wanted, runtime=runtime, watcher=watcher)
+
+    def _folder(self) -> AbstractContextManager[Path]:
+        """Return the context of a folder for the files of an evaluation. That of a run lies in its directory, where all
+        nodes can write; another one in `data.cache_dir`, if that is a folder."""
+        if self.parent is not None:
+            return own_folder(self.parent)
+        cache_dir = self.config.data.cache_dir
+        is_shared = cache_dir is not None and Path(cache_dir).is_dir()
+        return own_folder(Path(str(cache_dir) if is_shared else tempfile.gettempdir()) / "rayfcp-evaluate")
 
 
 def _check_model_folder(target: str) -> None:
@@ -145,12 +159,16 @@ def evaluate_sets(
     """
     options: dict[str, Any] = {"overrides": overrides, "step": step, "log": watcher.log, "has_sets": True}
     found = Subject.of(target, given=_sections(config_file), **options)
-    # Its data are those of the first set.
-    first = next(iter(found.config.eval.sets.values())).source(found.config.data)
+    sets = found.config.eval.sets
+    sources = {name: each.source(found.config.data) for name, each in sets.items()}
+    # The tokenizer and the shapes that are timed are of the first set.
+    first = next(iter(sources.values()))
     own = {name: getattr(first, name) for name in ("paths", "format", "include", "exclude", "text_column")}
-    subject = found.without_training(data=own)
+    subject = found.with_data(own)
     check_paths(subject.config)
-    return subject.run(watcher, prepared=lambda config: prepared_sets(config, log=watcher.log), by_token=False)
+    return subject.run(
+        watcher, sources=sources, prepared=lambda config: prepared_sets(config, log=watcher.log), by_token=False
+    )
 
 
 SEQUENCES = "sequences"
@@ -242,20 +260,18 @@ def _terms(
         folder = str(Path(config.run_dir) / SEQUENCES)
         return {SEQUENCES: _write(tuple(rows.values()), folder=folder, vocab_size=known)}
 
-    terms = subject.run(watcher, prepared=prepared, by_token=True).terms[SEQUENCES]
+    found_terms = subject.run(watcher, sources={SEQUENCES: subject.config.data}, prepared=prepared, by_token=True)
+    terms = found_terms.terms[SEQUENCES]
     return {number: terms[place] for place, number in enumerate(rows)}
 
 
 def _for_sequences(found: Subject, *, longest_tokens: int) -> Subject:
-    """The subject with given sequences as its only set, in place of the data that the configuration names."""
-    data: dict[str, Any] = {"paths": ["none"], "format": "prepared", "rows": None}
+    """Return the subject with given sequences in place of the data that the configuration names."""
+    data: dict[str, Any] = {"paths": (), "format": "prepared", "rows": None}
     data |= {"max_seqlen": longest_tokens, "long_sequences": "cut"}
     if found.config.model.path is not None:  # none is needed, and the model's folder may have none
         data |= {"tokenizer": ByteTokenizer.name, "processor": None}
-    sets = {SEQUENCES: {"paths": ["none"], "format": "prepared"}}
-    return found.without_training(
-        loss=LossConfig().model_dump(), data=data, eval={"sets": sets, "batches": None, "every_steps": None}
-    )
+    return found.with_data(data, loss=LossConfig().model_dump(), eval={"sets": {}, "batches": None})
 
 
 def _row(number: int, values: Any) -> TokenRow:
@@ -325,18 +341,3 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(before, Mapping) and isinstance(value, Mapping)
         found[name] = _merged(before, value) if both else value  # type: ignore[arg-type]
     return found
-
-
-@contextmanager
-def _own_folder(folder: Path | None, *, cache_dir: str | None) -> Iterator[Path]:
-    """A folder for the files of this run, which are gone afterwards. That of a run lies in its directory, where all
-    nodes can write; another one in `cache_dir`, if that is a folder."""
-    if folder is None:
-        parent = cache_dir if cache_dir is not None and Path(cache_dir).is_dir() else None
-        with tempfile.TemporaryDirectory(prefix="rayfcp-evaluate-", dir=parent) as own:
-            yield Path(own) / "run"
-        return
-    try:
-        yield folder / "run"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

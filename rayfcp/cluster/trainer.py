@@ -11,10 +11,11 @@ from rayfcp.cluster.checkpoints.folder import (
     first_init,
     resumed_checkpoint,
 )
+from rayfcp.cluster.dataset import References, Training, open_dataset
 from rayfcp.cluster.driver.connecting import connected
 from rayfcp.cluster.driver.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.driver.preparing import cache_of, check_runnable, prepared_data, prepared_sets, with_absolute_paths
-from rayfcp.cluster.driver.references import reference_sums
+from rayfcp.cluster.driver.references import has_reference, reference_sums
 from rayfcp.cluster.jobs.controller import Outcome
 from rayfcp.cluster.recovery.store import SnapshotStore
 from rayfcp.cluster.runtime.on_ray import RayRuntime
@@ -101,9 +102,12 @@ class FlexTrainer:
                 heed_sigterm()
                 data_dir = prepared_data(config, log=watcher.log)
                 runtime, eval_dirs = RayRuntime(self._worker, self._store), prepared_sets(config, log=watcher.log)
-                given: dict[str, Any] = {"runtime": runtime, "watcher": watcher, "eval_dirs": eval_dirs}
-                references = reference_sums(config, data_dir, cache_dir=cache_of(config), **given)
-                return follow(config, data_dir, references=references, **given)
+                references = References()
+                if has_reference(config):
+                    data, cache_dir = open_dataset(config, data_dir=data_dir, eval_dirs=eval_dirs), cache_of(config)
+                    references = reference_sums(config, data, cache_dir=cache_dir, runtime=runtime, watcher=watcher)
+                job = Training(data_dir=data_dir, eval_dirs=eval_dirs, references=references)
+                return follow(config, job, runtime=runtime, watcher=watcher)
 
 
 def _check_machine(config: Config) -> None:

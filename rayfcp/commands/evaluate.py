@@ -10,7 +10,7 @@ from rayfcp.commands import CommandFailedError
 from rayfcp.compare.arguments import positive
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.jobs.evaluating import Evaluated
+    from rayfcp.cluster.jobs.evaluate import Evaluated
     from rayfcp.values import EvalResult
 
 USAGE = "rayfcp evaluate RUN_OR_MODEL [CONFIG] [key=value ...] [--step N] [--json]"

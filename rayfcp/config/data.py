@@ -112,10 +112,6 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _paths_or_sources(self) -> "DataConfig":
-        if not self.paths and not self.sources:
-            raise ValueError(
-                "paths is missing, must be given; add it to the file or as data.paths=VALUE, or give data.sources"
-            )
         if self.paths and self.sources:
             raise ValueError(
                 f"paths is {list(self.paths)}, must be absent beside sources; make it a source of its own, or leave it "

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rayfcp.config.data import STDLIB_PLACEHOLDER, SourceConfig
+from rayfcp.config.data import SourceConfig
 from rayfcp.config.models import Config
 
 
@@ -290,12 +290,17 @@ def shown(value: Any) -> str:
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any], *, overrides: Sequence[str] = (), trains: bool = True
+    source: str | Path | Mapping[str, Any],
+    *,
+    overrides: Sequence[str] = (),
+    trains: bool = True,
+    needs_data: bool = True,
 ) -> Config:
-    """The configuration in a YAML file or a dict of sections, changed by `section.key=value` overrides in order.
+    """Return the configuration in a YAML file or a dict of sections, changed by `section.key=value` overrides in order.
 
     A value is read as YAML: `train.learning_rate=1e-4`, `cluster.num_workers=[2, 4]`, `run.dir=null`. Placeholders
-    (`FILL_IN`) are errors, unless it never `trains`: then keys of `train` that have one are at their defaults.
+    (`FILL_IN`) are errors, unless it never `trains`: then keys of `train` that have one are at their defaults. Without
+    `needs_data`, `data.paths` may be missing.
 
     Raises:
         ConfigError: one line that names the file or the dotted key, the value, the bound and the remedy.
@@ -308,7 +313,7 @@ def load_config(
         _override(raw, override)
     if not trains and isinstance(train := raw.get("train"), dict):
         raw["train"] = {key: value for key, value in train.items() if value != FILL_IN}
-    return parse_config(raw)
+    return parse_config(raw, needs_data=needs_data)
 
 
 def read_mapping(path: str | Path, *, what: str, content: str) -> dict[str, Any]:
@@ -344,19 +349,24 @@ def read_recorded(run_dir: str | Path) -> dict[str, Any]:
 
 
 def config_of_keys(overrides: Sequence[str]) -> Config:
-    """The configuration of `section.key=value` words, for commands that read no data: `data.paths` may be missing."""
-    return load_config({"data": {"paths": [STDLIB_PLACEHOLDER]}}, overrides=overrides)
+    """Return the configuration of `section.key=value` words, for commands that read no data."""
+    return load_config({}, overrides=overrides, needs_data=False)
 
 
-def parse_config(raw: Mapping[str, Any]) -> Config:
-    """The checked configuration of plain data, e.g. of a YAML file. An empty section takes its defaults.
+def parse_config(raw: Mapping[str, Any], *, needs_data: bool = True) -> Config:
+    """Return the checked configuration of plain data, e.g. of a YAML file. An empty section takes its defaults.
 
     Raises:
         ConfigError: one line for the first problem.
     """
     given = {str(section): {} if keys is None else keys for section, keys in raw.items()}
     # Without `data`, pydantic would report only that, and not a misspelt `data`.
-    return Config(**{"data": {}, **given})
+    config = Config(**{"data": {}, **given})
+    if needs_data and not config.data.paths and not config.data.sources:
+        raise ConfigError(
+            "data.paths is missing, must be given; add it to the file or as data.paths=VALUE, or give data.sources"
+        )
+    return config
 
 
 def dump_config(config: Config) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.data import DataConfig
 from rayfcp.config.evaluation import EvalSetConfig
 from rayfcp.data.index import LengthIndex
 from rayfcp.data.sampler import permute, with_reference
@@ -81,15 +82,24 @@ class EvalBatches:
         return self._batch_sequences // own.index.samples_per_draw
 
 
-def open_sets(config: Config, folders: Mapping[str, str], *, vocab_size: int) -> EvalBatches:
-    """The batches of `eval.sets`, prepared in `folders` by name, for a model of that vocabulary.
+def open_sets(
+    config: Config,
+    folders: Mapping[str, str],
+    *,
+    vocab_size: int,
+    sources: Mapping[str, DataConfig] | None = None,
+) -> EvalBatches:
+    """Return the batches of `sources`, those of `eval.sets` if it is None, prepared in `folders`; both by name. The
+    model has a vocabulary of `vocab_size`.
 
     Raises:
         ConfigError: not a complete prepared folder, too many bad rows, or no sample or target in a set.
     """
-    size, found = config.data.global_batch_sequences, []
-    for name, each in config.eval.sets.items():
-        data = each.source(config.data)
+    if sources is None:
+        sources = {name: each.source(config.data) for name, each in config.eval.sets.items()}
+    size, most = config.data.global_batch_sequences, config.eval.batches
+    found = []
+    for name, data in sources.items():
         try:
             index = LengthIndex.open(
                 folders[name],
@@ -101,12 +111,10 @@ def open_sets(config: Config, folders: Mapping[str, str], *, vocab_size: int) ->
             index.check_targets("paths")
         except ConfigError as error:
             raise ConfigError(f"eval.sets.{name}: {named_keys(str(error), name)}") from error
-        count = min((config.eval.batches or len(index)) * (size // index.samples_per_draw), index.num_draws)
+        count = min((most or len(index)) * (size // index.samples_per_draw), index.num_draws)
         draws = permute(np.arange(count, dtype=np.int64), size=index.num_draws, seed=_SEED, epoch=0)
         if not int(index.num_targets.reshape(index.num_draws, -1)[draws].sum()):
-            raise ConfigError(
-                f"eval.batches is {config.eval.batches}, must give eval.sets.{name} a sequence with targets; raise it"
-            )
+            raise ConfigError(f"eval.batches is {most}, must give eval.sets.{name} a sequence with targets; raise it")
         bound = data.max_bad_fraction
         found.append(EvalSet(name=name, folder=folders[name], index=index, draws=draws, max_bad_fraction=bound))
     return EvalBatches(found, batch_sequences=size)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.dataset import Training
 from rayfcp.cluster.driver.preparing import prepared_data
 from rayfcp.cluster.jobs.controller import Controller
 from rayfcp.cluster.runtime.on_ray import RayRuntime
@@ -67,13 +68,12 @@ def run_until_injected(
     """Train in this process until all faults came about, `STEPS_AFTER` steps were done after the last, and the metrics
     show what `until` asks for."""
     config = _endless(config)
-    controller = Controller(
-        config, prepared_data(config, log=lambda _: None), runtime=RayRuntime(ChaosWorker, ChaosStore)
-    )
+    job = Training(data_dir=prepared_data(config, log=lambda _: None))
+    controller = Controller(config, job, runtime=RayRuntime(ChaosWorker, ChaosStore))
 
     def train(audience: Audience) -> None:
         outcome = controller.run()
-        audience.lines += controller.messages
+        audience.lines += controller.told.messages
         assert outcome.finished is not None, outcome.trace or outcome.error
 
     injector = Injector(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.driver.following import without_training
-from rayfcp.cluster.jobs.evaluating import Evaluated
+from rayfcp.cluster.evaluation import Subject
+from rayfcp.cluster.jobs.evaluate import Evaluated
 from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.cluster.trainer import FlexTrainer
 from rayfcp.cluster.workers.worker import DeviceWorker
@@ -141,7 +141,7 @@ def test_what_a_run_trains_on_does_not_matter(folder: Path) -> None:
     schedule = [{"from_step": 2, "weights": {"one": 1}}]
     for data in ({"paths": (), "sources": sources, "schedule": schedule}, {"paths": texts, "streaming": True}):
         config = config_of(folder, "any").changed(data=data)
-        found = without_training(config, checkpoint=None, data={"paths": [texts]}).data
+        found = Subject(config=config, checkpoint=None, parent=None).with_data({"paths": [texts]}).config.data
         assert (found.paths, found.sources, found.schedule, found.streaming) == ((texts,), {}, (), False)
 
 

@@ -16,7 +16,7 @@ from rayfcp.cluster.checkpoints.folder import (
     check_same_model,
     read_manifest,
 )
-from rayfcp.cluster.checkpoints.saving import Resume, comparable_model
+from rayfcp.cluster.checkpoints.resuming import Resume, comparable_model
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.execute.reports import Joined, ReadWeight

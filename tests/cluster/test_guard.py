@@ -8,7 +8,7 @@ import pytest
 
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.errors import RunAbortedError, RunFailedError
-from rayfcp.cluster.jobs.stepping import RECORD, NumberGuard
+from rayfcp.cluster.jobs.guard import RECORD, NumberGuard
 from rayfcp.config import Config
 from rayfcp.data import load_tokenizer
 from rayfcp.execute.reports import DeviceReport

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.cluster.checkpoints.folder import REFERENCE, CheckpointFolder, Manifest
-from rayfcp.cluster.dataset import TRAINING, Dataset, References, Sums, open_dataset
+from rayfcp.cluster.dataset import TRAINING, Dataset, Evaluation, References, Sums, open_dataset, open_evaluation
 from rayfcp.cluster.driver import references
 from rayfcp.cluster.driver.preparing import prepared_data, prepared_sets
 from rayfcp.cluster.driver.references import reference_sums
-from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun
+from rayfcp.cluster.jobs.evaluate import Evaluated
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config, ConfigError
 from rayfcp.data.index import LengthIndex
@@ -61,10 +61,8 @@ class Computed:
         self.asked: dict[str, list[int]] = {}
         self.configs: list[Config] = []
 
-    def __call__(self, config: Config, data_dir: str, **given: Any) -> Evaluated:
-        evaluates: EvaluationRun = given["evaluates"]
-        assert evaluates.draws is not None
-        data = open_dataset(config, data_dir=data_dir, eval_dirs=given["eval_dirs"]).evaluating(evaluates.draws)
+    def __call__(self, config: Config, wanted: Evaluation, **given: Any) -> Evaluated:
+        data = open_evaluation(config, wanted)
         assert data.evaluation is not None
         sums = {each.name: np.full(len(each.index), np.nan) for each in data.evaluation.sets}
         for number in range(1, len(data.evaluation) + 1):
@@ -85,10 +83,11 @@ class Computed:
         self.asked = {}
         quiet: dict[str, Any] = {"log": lambda _: None}
         data_dir, eval_dirs = prepared_data(config, **quiet), prepared_sets(config, **quiet)
-        given: dict[str, Any] = {"eval_dirs": eval_dirs, "runtime": RayRuntime(), "watcher": Trouble()}
+        data = open_dataset(config, data_dir=data_dir, eval_dirs=eval_dirs)
+        given: dict[str, Any] = {"runtime": RayRuntime(), "watcher": Trouble()}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(references, "evaluate", self)
-            found = reference_sums(config, data_dir, cache_dir=str(self._cache), **given)
+            found = reference_sums(config, data, cache_dir=str(self._cache), **given)
         self.said = given["watcher"].lines
         return found
 

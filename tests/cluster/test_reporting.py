@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from rayfcp.cluster.checkpoints.saving import put_aside
+from rayfcp.cluster.checkpoints.resuming import put_aside
 from rayfcp.cluster.jobs.reporting import Journal, picture_of
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
-from rayfcp.cluster.checkpoints.saving import Resume, Saver
+from rayfcp.cluster.checkpoints.resuming import Resume
+from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.errors import RunAbortedError
 from rayfcp.cluster.runtime import ActorLostError, TaskFailedError
 from rayfcp.cluster.runtime.on_ray import RayRuntime

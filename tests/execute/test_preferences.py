@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rayfcp.cluster.actors.planner import sequences_of
 from rayfcp.cluster.dataset import TRAINING, Dataset, open_dataset
-from rayfcp.cluster.jobs.evaluating import result_of
+from rayfcp.cluster.jobs.evaluate import result_of
 from rayfcp.config import Config
 from rayfcp.config.adapting import LoraConfig
 from rayfcp.data import TokenReader

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.cli import main
 from rayfcp.cluster.checkpoints.folder import FROZEN, CheckpointFolder, Manifest
-from rayfcp.cluster.checkpoints.saving import comparable_model
+from rayfcp.cluster.checkpoints.resuming import comparable_model
 from rayfcp.cluster.dataset import model_of_checkpoint
 from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import sum_files

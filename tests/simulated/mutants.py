@@ -27,8 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
     *("actors.pool", "actors.plan_queue", "checkpoints.saving", "driver.following"),
-    *("jobs.controller", "jobs.evaluating", "jobs.loop", "jobs.stepping", "recovery.stores"),
-    *("session.devices", "session.losses", "workers.calls", "workers.group", "workers.starting"),
+    *("jobs.controller", "jobs.evaluate", "jobs.learning", "jobs.train", "recovery.stores"),
+    *(
+        "session.devices",
+        "session.losses",
+        "session.opening",
+        "session.session",
+        "session.state",
+        "workers.calls",
+        "workers.group",
+        "workers.starting",
+    ),
 )
 ELASTIC = ("hang", "recoverable", "size")
 

@@ -15,12 +15,13 @@ from unittest.mock import patch
 
 from rayfcp.cluster.actors.plan_queue import PlanQueue
 from rayfcp.cluster.actors.pool import ActorPool, Member
-from rayfcp.cluster.checkpoints.saving import Resume, Saver
-from rayfcp.cluster.jobs.loop import TrainingLoop
-from rayfcp.cluster.jobs.stepping import Stepper
+from rayfcp.cluster.checkpoints.resuming import Resume
+from rayfcp.cluster.checkpoints.saving import Saver
+from rayfcp.cluster.jobs.train import TrainJob
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.session.devices import Devices
+from rayfcp.cluster.session.session import Session
 from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
@@ -241,22 +242,22 @@ def _early_checkpoint() -> AbstractContextManager[Any]:
 
 def _unread_checkpoint() -> AbstractContextManager[Any]:
     """A checkpoint is taken for whole by the sizes of its files."""
-    import rayfcp.cluster.checkpoints.saving as saving
+    import rayfcp.cluster.checkpoints.resuming as resuming
 
-    return patch.object(saving, "_read_by", lambda worker_group: saving.find_wrong_size)
+    return patch.object(resuming, "_read_by", lambda worker_group: resuming.find_wrong_size)
 
 
 def _forgotten_step() -> AbstractContextManager[Any]:
     """A step is written down only while the next one runs, and not when that breaks."""
-    commit = Stepper._commit
+    commit = TrainJob._commit
 
-    def late(self: Stepper, *finished: Any) -> None:
+    def late(self: TrainJob, *finished: Any) -> None:
         before = getattr(self, "_late", None)
         self._late = finished  # type: ignore[attr-defined]
         if before is not None:
             commit(self, *before)
 
-    return patch.object(Stepper, "_commit", late)
+    return patch.object(TrainJob, "_commit", late)
 
 
 def _dead_members() -> AbstractContextManager[Any]:
@@ -316,13 +317,13 @@ def _stays_on_leaving_nodes() -> AbstractContextManager[Any]:
 
 def _lossless_resize() -> AbstractContextManager[Any]:
     """A resize that had to go back to an older state goes on as if it had not (found by this simulation)."""
-    at_boundary = TrainingLoop.at_boundary
+    at_boundary = Session.at_boundary
 
-    def same(self: TrainingLoop, *, version: int) -> int:
-        at_boundary(self, version=version)
+    def same(self: Session, job: Any, *, version: int) -> int:
+        at_boundary(self, job, version=version)
         return version
 
-    return patch.object(TrainingLoop, "at_boundary", same)
+    return patch.object(Session, "at_boundary", same)
 
 
 def _unwatched() -> AbstractContextManager[Any]:
@@ -363,12 +364,12 @@ def _resumes_wrong_step() -> AbstractContextManager[Any]:
 
 def _no_recovery_counted() -> AbstractContextManager[Any]:
     """Recoveries are not counted."""
-    record = TrainingLoop._record
+    record = Session._record
 
-    def silent(self: TrainingLoop, kind: Any, decision: Any, **given: Any) -> None:
+    def silent(self: Session, kind: Any, decision: Any, **given: Any) -> None:
         record(self, kind, replace(decision, reason=""), **given)
 
-    return patch.object(TrainingLoop, "_record", silent)
+    return patch.object(Session, "_record", silent)
 
 
 @contextmanager

@@ -19,11 +19,10 @@ import rayfcp.cluster.facts.costs
 import rayfcp.cluster.jobs.controller
 import rayfcp.cluster.jobs.reporting
 from rayfcp.cluster.checkpoints.folder import MANIFEST, read_manifest
-from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.dataset import Dataset, Evaluation, ModelData, Training
 from rayfcp.cluster.driver.following import follow
 from rayfcp.cluster.facts.measured import MeasuredCost
 from rayfcp.cluster.jobs.controller import Controller, Outcome
-from rayfcp.cluster.jobs.evaluating import EvaluationRun
 from rayfcp.cluster.runtime import Role
 from rayfcp.config import Config
 from rayfcp.cost.fit import Fit
@@ -88,10 +87,15 @@ class SimulatedController:
     CONCURRENT = frozenset({"poll", "stop"})
 
     def __init__(
-        self, run: "SimulatedRun", actor: Actor, runtime: SimulatedRuntime, config: Config, **more: Any
+        self,
+        run: "SimulatedRun",
+        actor: Actor,
+        runtime: SimulatedRuntime,
+        config: Config,
+        job: Training | Evaluation,
     ) -> None:
         self._run, self._config = run, config
-        self.controller = Controller(config, "data", runtime=runtime, **more)
+        self.controller = Controller(config, job, runtime=runtime)
         run.controllers.append(self.controller)
         actor.process.when_dead.append(run.keep_folder)
 
@@ -159,7 +163,7 @@ class SimulatedRun:
         self.injector = Injector(self)
         self.disk = Disk(self.folder, kill=self._kill_controller)
         self.controllers: list[Controller] = []
-        self.evaluates: EvaluationRun | None = None
+        self.evaluates: Evaluation | None = None
         self.watcher = Watcher()
         self.step = self.num_planned = 0
         self._logged, self._looked_at = (0, 0), 0
@@ -177,7 +181,7 @@ class SimulatedRun:
             ViolationError: something that must hold does not; names the schedule.
         """
         try:
-            with self.disk.installed(), _surroundings(self._dataset):
+            with self.disk.installed(), _surroundings(self._dataset, self._evaluation):
                 outcome, reports = self._driven()
                 self._check_end(outcome, told=[report.step for report in reports])
         except ViolationError as error:
@@ -207,8 +211,8 @@ class SimulatedRun:
             runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
             try:
                 dirs = {name: name for name in self.config.eval.sets}
-                given: dict[str, Any] = {"eval_dirs": dirs, "evaluates": self.evaluates}
-                return follow(self.config, "data", runtime=runtime, watcher=self.watcher, **given)
+                job = self.evaluates or Training(data_dir="data", eval_dirs=dirs)
+                return follow(self.config, job, runtime=runtime, watcher=self.watcher)
             except ProcessKilledError:
                 pause_s = self.world.random.choice([0.5, 5.0, 1.5 * self.config.elastic.orphan_s])
                 self.world.drive(lambda: False, self.world.now_s + pause_s)
@@ -409,6 +413,8 @@ class SimulatedRun:
             if last and not stopped and not (self.folder / f"checkpoints/step-{last:08d}/manifest.json").exists():
                 self._violated(f"the checkpoint of step {last} is not there: {outcome.finished.checkpoint}")
             return
+        if outcome.evaluated is not None:
+            return
         if outcome.trace:
             self._violated(f"unexpected error: {outcome.error}\n{outcome.trace}")
         excuse = next((why for why, holds in self._excuses().items() if why in outcome.error and holds), None)
@@ -478,6 +484,11 @@ class SimulatedRun:
             self.world.kill(actor.process, "fault, writing")
         raise ProcessKilledError
 
+    def _evaluation(self, config: Config, wanted: Evaluation) -> ModelData:
+        assert wanted.draws is not None
+        found = self.batches.only(wanted.draws)
+        return ModelData(library=Library(), model=MODEL, evaluation=found)  # type: ignore[arg-type]
+
     def _dataset(self, config: Config, *, data_dir: str, eval_dirs: dict[str, str]) -> Dataset:
         return Dataset(
             index=Index(),  # type: ignore[arg-type]
@@ -515,9 +526,7 @@ class SimulatedRun:
                 actor, memory=self.memory, orphan_s=orphan_s, push_s=self.schedule.push_s, disk=self.disk
             ),
             Role.PLANNER: planner,
-            Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(
-                self, actor, runtime, args[0], **{name: each for name, each in kwargs.items() if name != "runtime"}
-            ),
+            Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, *args),
         }
 
 
@@ -543,7 +552,7 @@ def _config(schedule: Schedule, folder: Path) -> Config:
 
 
 @contextmanager
-def _surroundings(open_dataset: Any) -> Iterator[None]:
+def _surroundings(open_dataset: Any, open_evaluation: Any) -> Iterator[None]:
     """Data without files, no fit of timed passes, and no report: what is not under test, and slow."""
 
     def start_cost(passes: Any, guess: Any, **_: Any) -> MeasuredCost:
@@ -552,6 +561,7 @@ def _surroundings(open_dataset: Any) -> Iterator[None]:
 
     with (
         patch.object(rayfcp.cluster.dataset, "open_dataset", open_dataset),
+        patch.object(rayfcp.cluster.dataset, "open_evaluation", open_evaluation),
         patch.object(rayfcp.cluster.facts.costs, "start_cost", start_cost),
         patch.object(rayfcp.cluster.jobs.reporting, "write_report", lambda _: None),
         patch.object(rayfcp.cluster.jobs.controller, "dump_config", repr),
@@ -566,7 +576,7 @@ def simulate(
     folder: Path | None = None,
     never_starts: frozenset[Role] = frozenset(),
     interrupts: int = 0,
-    evaluates: EvaluationRun | None = None,
+    evaluates: Evaluation | None = None,
 ) -> Result:
     """Run a schedule in `folder`, where a run may have been before, or in one that is gone afterwards. `trace` is
     filled with its events. `never_starts`, `interrupts`: of `Hooks`; `evaluates`: of `follow`.

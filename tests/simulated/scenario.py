@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.jobs.evaluating import EvaluationRun
+from rayfcp.cluster.dataset import Evaluation
 from rayfcp.cluster.runtime import Role
 from rayfcp.telemetry.events import Event, EventKind
 from tests.simulated.run import Result, simulate
@@ -37,7 +37,7 @@ def ran(
     never_starts: frozenset[Role] = frozenset(),
     interrupts: int = 0,
     trace: list[str] | None = None,
-    evaluates: EvaluationRun | None = None,
+    evaluates: Evaluation | None = None,
     **sections: dict[str, Any],
 ) -> Result:
     """A run of steps of half a second, a copy after each."""

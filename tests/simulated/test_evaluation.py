@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.jobs.evaluating import EvaluationRun
+from rayfcp.cluster.dataset import Evaluation
 from rayfcp.telemetry.events import EventKind
 from tests.examples import examples
 from tests.simulated.data import GLOBAL_BATCH, NUM_SAMPLES
@@ -134,7 +134,8 @@ def test_a_run_that_only_evaluates_gives_the_sums_of_what_it_was_asked_for(
 ) -> None:
     """Of the first state, without any copy of it, whatever is lost at whatever time."""
     draws = draws or {"val": set(range(40))}
-    wanted = EvaluationRun(draws={name: np.array(sorted(each)) for name, each in draws.items()})
+    asked_for = {name: np.array(sorted(each)) for name, each in draws.items()}
+    wanted = Evaluation(sources={}, folders={name: name for name in draws}, draws=asked_for)
     lost = fault(kind, 0, after_s)
     sets = {"val": {"paths": ["none"]}, "code": {"paths": ["none"]}}
     given_sections: dict[str, object] = {

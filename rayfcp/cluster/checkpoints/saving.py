@@ -1,8 +1,5 @@
-"""Checkpoints of a run: the one that it resumes from, and those that it saves in the background."""
+"""Checkpoints that a run saves in the background."""
 
-import itertools
-import json
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,225 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster.checkpoints.folder import (
-    FROZEN,
-    REFERENCE,
-    Check,
     CheckpointFolder,
     Manifest,
-    check_same_model,
-    check_same_weights,
-    newest_intact,
-    shares,
-    step_of,
 )
+from rayfcp.cluster.checkpoints.resuming import Resume
 from rayfcp.cluster.errors import RunAbortedError
 from rayfcp.cluster.recovery.replication import Replication
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import CallError, Task, TaskFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.config import Config, ConfigError
+from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
-from rayfcp.data import Sampler
 from rayfcp.elastic.recoverable import RecoverableState
-from rayfcp.execute.reports import FileSum, Joined, SavedPart, find_wrong_size
+from rayfcp.execute.reports import SavedPart
 from rayfcp.execute.state.saving import CopyMissingError
-from rayfcp.telemetry.events import COUNTERS_FILE
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.telemetry.steps import StepLog, read_steps
 from rayfcp.values import StateId
-
-_IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "quantization_config")
-
-
-class Resume:
-    """The checkpoint that a run resumes from: `source`, None for initial weights, and its `step`.
-
-    Before `verify` only sizes of files are checked.
-
-    Args:
-        owner: id of this controller, which no earlier one had.
-        trains: whether the run goes on with the checkpoint's samples and the state of its optimizer.
-        reference: contents of the weights of the reference model, keyed by tensor.
-
-    Raises:
-        ConfigError: the checkpoint named by the user is damaged, none is intact, or it is of another model or data.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        owner: str,
-        sampler: Sampler,
-        model: dict[str, Any],
-        log: Callable[[str], None],
-        trains: bool = True,
-        reference: Mapping[str, str] | None = None,
-    ) -> None:
-        self._trains = trains
-        self._reference = dict(reference or {})
-        self._manifest: Manifest | None = None
-        self._frozen: dict[str, str] | None = None
-        self._config, self.sampler, self._log = config, sampler, log
-        self.folder = CheckpointFolder(
-            Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{owner}-"
-        )
-        self.folder.open()
-        self.model = comparable_model(model)
-        resume = config.checkpoint.resume
-        self._named = None if resume in ("auto", "never") else Path(resume)
-        self._refused = False
-        self.source: Path | None = None
-        self.step = self._named_step = 0
-        if resume != "never":
-            self._choose(find_wrong_size, candidates=[self._named] if self._named else self._own())
-
-    def verify(self, worker_group: WorkerGroup) -> None:
-        """Read all of its files, distributed over the workers; the next older checkpoint replaces a damaged one. Put
-        later checkpoints and steps aside if the run does not continue them; to be called before the step log opens. Log
-        the optimizer options that differ from the checkpoint's."""
-        if self.source is not None:
-            older = [each for each in self._own() if step_of(each) <= self.step]
-            self._choose(_read_by(worker_group), candidates=[self._named] if self._named else older)
-        if self._refused or self._config.checkpoint.resume != "auto":
-            aside = put_aside(Path(self._config.run_dir), after_step=self.step)
-            if aside is not None:
-                self._log(f"checkpoints and steps after step {self.step} are in {aside}")
-        if self.source is not None and self._trains:
-            from rayfcp.execute.state.checkpoint import changed_options
-
-            if changed := changed_options(self.source, step=self.step, config=self._config.train):
-                self._log(f"resumed with other optimizer options: {', '.join(changed)}")
-            if changed := self._changed_loss():
-                self._log(f"resumed with other loss options: {', '.join(changed)}")
-
-    def _changed_loss(self) -> list[str]:
-        then = {} if self._manifest is None else self._manifest.loss
-        now = self._config.loss.options
-        return [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
-
-    @property
-    def weights(self) -> dict[str, dict[str, str]]:
-        """Contents of weights that are in no checkpoint, as `Manifest.weights`."""
-        found = {FROZEN: self._frozen or {}, REFERENCE: self._reference}
-        return {name: contents for name, contents in found.items() if contents}
-
-    def check_weights(self, joined: Sequence[Joined]) -> None:
-        """Check that weights which devices have read and do not train equal those of the checkpoint, or those that the
-        run began with.
-
-        Raises:
-            ConfigError: They differ, and `checkpoint.accept_other_weights` is not set.
-        """
-        from rayfcp.execute.state.identity import check_contents, first_weights
-
-        read, config = (part for each in joined for part in each.weights), self._config
-        found, known = first_weights(config.model, seed=config.run.seed, read=read), self._frozen
-        if found and known is None and self._manifest is not None:
-            known = self._manifest.weights.get(FROZEN)
-            if known is None:
-                self._log(
-                    f"the checkpoint of step {self._manifest.step} does not say which weights were frozen: those of "
-                    "model.path are taken for the same"
-                )
-        if known is not None:
-            check_contents(found, known, config=config, key="model.path", log=self._log)
-        self._frozen = found
-
-    def load(self, worker_group: WorkerGroup) -> None:
-        """Make the workers load it, if there is one."""
-        if self.source is not None:
-            folder, only_weights = str(self.source), not self._trains
-            worker_group.call(lambda _, worker: worker.load.remote(folder, only_weights=only_weights))
-
-    def fall_back(self, worker_group: WorkerGroup) -> int:
-        """Load the newest intact checkpoint of the run; return its step, 0 without one."""
-        candidates = self._own()
-        if self._named is not None:
-            candidates = [each for each in candidates if step_of(each) > self._named_step] + [self._named]
-        self.source, self.step = None, 0
-        self._choose(_read_by(worker_group), candidates=candidates)
-        self.load(worker_group)
-        return self.step
-
-    def _own(self) -> list[Path]:
-        """Complete checkpoints in the run's folder, newest first."""
-        return self.folder.complete()[::-1]
-
-    def _choose(self, check: Check, *, candidates: Sequence[Path]) -> None:
-        def refuse(text: str) -> None:
-            self._refused = True
-            self._log(text)
-
-        try:
-            found = newest_intact(candidates, check=check, log=refuse)
-        except ConfigError as error:
-            if self._named is not None and len(candidates) == 1:
-                raise ConfigError(f"checkpoint.resume is {str(self._named)!r}, {error}") from error
-            raise
-        if found is None:
-            return
-        self.source, manifest = found
-        self._manifest = manifest
-        check_same_model(replace(manifest, model=comparable_model(manifest.model)), self.model)
-        check_same_weights(self.source, self._config.model)
-        try:
-            if self._trains:
-                self.sampler.check_state(manifest.data)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        self.step = manifest.step
-        if self.source == self._named:
-            self._named_step = self.step
-
-
-def _read_by(worker_group: WorkerGroup) -> Check:
-    """Check that makes every worker read its share of the files."""
-
-    def check(folder: str, sums: Sequence[FileSum]) -> str | None:
-        parts = shares(sums, count=len(worker_group))
-        found: list[str | None] = worker_group.call(lambda number, worker: worker.verify.remote(folder, parts[number]))
-        return next((each for each in found if each is not None), None)
-
-    return check
-
-
-def put_aside(run_dir: Path, *, after_step: int) -> Path | None:
-    """Move checkpoints of later steps, and a copy of a step log with such steps, to `earlier-1`, `earlier-2`, ...
-
-    A run that restarts before them neither loses them nor takes them for its own; the log ends at `after_step` then,
-    and counters of a run that starts over are moved too. Return that folder, None if there was nothing to move.
-    """
-    step_log = run_dir / "steps.jsonl"
-    later = [
-        path for path in CheckpointFolder(run_dir / "checkpoints", keep=1).complete() if step_of(path) > after_step
-    ]
-    has_steps = any(report.step > after_step for report in read_steps(step_log))
-    if not later and not has_steps:
-        return None
-    folder = next(path for number in itertools.count(1) if not (path := run_dir / f"earlier-{number}").exists())
-    (folder / "checkpoints").mkdir(parents=True)
-    for path in later:
-        path.rename(folder / "checkpoints" / path.name)
-    if has_steps:
-        shutil.copy2(step_log, folder / step_log.name)
-        StepLog(step_log, resume_step=after_step).close()
-    if after_step == 0 and (counters := run_dir / COUNTERS_FILE).exists():
-        counters.rename(folder / counters.name)
-    return folder
-
-
-def comparable_model(model: dict[str, Any]) -> dict[str, Any]:
-    """The library's configuration after a round trip through JSON, without keys that do not concern the weights."""
-    kept = {key: value for key, value in model.items() if key not in _IRRELEVANT and not key.startswith("_")}
-    try:
-        found: dict[str, Any] = json.loads(json.dumps(kept))
-    except TypeError as error:
-        raise ConfigError(
-            f"model.path: its configuration cannot be written as JSON ({error}); choose another"
-        ) from error
-    return found
-
 
 LOOK_S = 1.0
 """Between two looks at stores while the run waits for a checkpoint."""

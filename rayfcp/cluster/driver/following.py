@@ -1,15 +1,17 @@
 """The user's side of a run: follows its controller, or one after the other, until the run ends."""
 
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
-from rayfcp.cluster.dataset import References
+from rayfcp.cluster.dataset import Evaluation, Training
 from rayfcp.cluster.errors import CapacityError
 from rayfcp.cluster.jobs.controller import Outcome
-from rayfcp.cluster.jobs.evaluating import Evaluated, EvaluationRun
+from rayfcp.cluster.jobs.evaluate import Evaluated
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
 from rayfcp.cluster.runtime.lifetime import run_key
 from rayfcp.cluster.session.lock import sweep
@@ -38,26 +40,17 @@ class Watcher(Protocol):
 
 
 def follow(
-    config: Config,
-    data_dir: str,
-    *,
-    runtime: Runtime,
-    watcher: Watcher,
-    eval_dirs: Mapping[str, str] | None = None,
-    evaluates: EvaluationRun | None = None,
-    references: References | None = None,
+    config: Config, job: Training | Evaluation, *, runtime: Runtime, watcher: Watcher
 ) -> tuple[Outcome, list[StepReport]]:
-    """Run to the end; return the outcome and the reports of all steps. `eval_dirs`: prepared evaluation sets by name;
-    `evaluates`: of a run without steps; `references`: for losses with a reference model.
+    """Run a job to its end; return the outcome and the reports of all steps.
 
     A controller whose process is lost is started again, up to `elastic.controller_restarts` times, and continues with
-    the workers that are alive. Nothing is left behind, however the run ends.
+    the workers that are alive. Nothing is left behind, however the job ends.
 
     Raises:
         CapacityError: there is no CPU for the controller.
     """
-    more = {"eval_dirs": eval_dirs or {}, "evaluates": evaluates, "references": references}
-    follower = _Follower(config, data_dir, runtime=runtime, watcher=watcher, **more)
+    follower = _Follower(config, job, runtime=runtime, watcher=watcher)
     try:
         return follower.run(), follower.reports
     finally:
@@ -66,58 +59,46 @@ def follow(
         sweep(config.run_dir, names=target_files(config.run_dir))
 
 
-def evaluate(
-    config: Config,
-    data_dir: str,
-    *,
-    eval_dirs: Mapping[str, str],
-    runtime: Runtime,
-    watcher: Watcher,
-    evaluates: EvaluationRun,
-    references: References | None = None,
-) -> Evaluated:
-    """Evaluate the state that a run begins with, on prepared sets by name; `config` is one `without_training`.
+def evaluate(config: Config, wanted: Evaluation, *, runtime: Runtime, watcher: Watcher) -> Evaluated:
+    """Evaluate a state on prepared sets, in the run directory of `config`, and write nothing but temporary files there.
 
     Raises:
         ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
         RunFailedError: a worker or the controller failed; holds the cause.
         KeyboardInterrupt: the user stopped it.
     """
-    given: dict[str, Any] = {"eval_dirs": eval_dirs, "evaluates": evaluates, "references": references}
-    outcome, _ = follow(config, data_dir, runtime=runtime, watcher=watcher, **given)
+    config = config.changed(elastic={"snapshot_every_steps": 0}, metrics={"loggers": (), "port": 0})
+    outcome, _ = follow(config, wanted, runtime=runtime, watcher=watcher)
     found = outcome.checked().evaluated
     if found is None:
         raise KeyboardInterrupt
     return found
 
 
-def without_training(
-    config: Config, *, checkpoint: str | None, data: Mapping[str, Any], **sections: Mapping[str, Any]
-) -> Config:
-    """The configuration of a run that evaluates a checkpoint, or the initial model, with other values of some keys; and
-    with nothing that only training needs: its `data` are one source, read before."""
-    return config.changed(
-        data={"sources": {}, "schedule": (), "temperature": 1.0, "streaming": False, **data},
-        train={"steps": 1, "warmup_steps": 0},
-        checkpoint={"resume": checkpoint or "never", "every_steps": None},
-        elastic={"snapshot_every_steps": 0},
-        metrics={"loggers": (), "port": 0},
-        **sections,
-    )
+@contextmanager
+def own_folder(parent: Path) -> Iterator[Path]:
+    """A folder in `parent` for the files of one evaluation, which are gone afterwards. Others may have theirs in
+    `parent` at the same time."""
+    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="run-", dir=parent, ignore_cleanup_errors=True) as own:
+            yield Path(own)
+    finally:
+        for each in (parent, parent.parent):
+            with suppress(OSError):  # others use it, or a run has written there
+                each.rmdir()
 
 
 class _Follower:
     def __init__(
         self,
         config: Config,
-        data_dir: str,
+        job: Training | Evaluation,
         *,
         runtime: Runtime,
         watcher: Watcher,
-        **more: Any,
     ) -> None:
-        self._more = more
-        self._config, self._data_dir, self._runtime, self._watcher = config, data_dir, runtime, watcher
+        self._config, self._job, self._runtime, self._watcher = config, job, runtime, watcher
         self.reports: list[StepReport] = []
         self._stop_requested = False
         self._controller: Any = None
@@ -137,7 +118,7 @@ class _Follower:
 
     def _start(self) -> None:
         spec = ActorSpec(role=Role.CONTROLLER)
-        self._controller = self._runtime.start(spec, self._config, self._data_dir, runtime=self._runtime, **self._more)
+        self._controller = self._runtime.start(spec, self._config, self._job, runtime=self._runtime)
         timeout_s = max(self._config.elastic.start_timeout_s, CONTROLLER_START_S)
         if not self._runtime.wait([self._controller.poll.remote(messages=0, reports=0)], timeout_s=timeout_s):
             raise CapacityError(

@@ -7,9 +7,7 @@ They are of the model that training begins with, or of another one; never of the
 import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cluster.checkpoints.folder import REFERENCE, read_manifest, resumed_checkpoint
-from rayfcp.cluster.checkpoints.saving import comparable_model
-from rayfcp.cluster.dataset import TRAINING, Dataset, References, described_model, open_dataset
-from rayfcp.cluster.driver.following import Watcher, evaluate, without_training
-from rayfcp.cluster.jobs.evaluating import EvaluationRun
+from rayfcp.cluster.checkpoints.resuming import comparable_model
+from rayfcp.cluster.dataset import TRAINING, Dataset, Evaluation, ModelData, References, described_model
+from rayfcp.cluster.driver.following import Watcher, evaluate, own_folder
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.data import DataConfig
 from rayfcp.config.losses import LossConfig
 from rayfcp.config.models import NO_MODEL
 from rayfcp.data import LengthIndex
@@ -42,11 +40,12 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Data of a run in a prepared `folder`: an evaluation set `name`, or `TRAINING`. `draws`: those of its index that
-    need sums, which are kept in `file`."""
+    """Data of a run, `source` in a prepared `folder`: an evaluation set `name`, or `TRAINING`. `draws`: those of its
+    index that need sums, which are kept in `file`."""
 
     name: str
     folder: str
+    source: DataConfig
     index: LengthIndex
     draws: npt.NDArray[np.int64]
     file: str
@@ -62,44 +61,42 @@ class _Part:
         return self.draws[~np.isfinite(of_draws).all(axis=1)]
 
 
+def has_reference(config: Config) -> bool:
+    """Return true for losses with a reference model."""
+    return config.loss.type == "dpo"
+
+
 def reference_sums(
-    config: Config,
-    data_dir: str,
-    *,
-    cache_dir: str,
-    runtime: Runtime,
-    watcher: Watcher,
-    eval_dirs: Mapping[str, str],
-    trains: bool = True,
+    config: Config, data: ModelData, *, cache_dir: str, runtime: Runtime, watcher: Watcher
 ) -> References:
-    """Sums of the loss's terms of all samples that the run draws, if it `trains`, and of those that it evaluates, by
-    its reference model; none for losses without one. Those in `cache_dir` are taken from there: no worker starts if
-    these are all.
+    """Return the sums of the loss's terms by its reference model, of all samples of `data` that a run draws to train or
+    evaluate. Those in `cache_dir` are taken from there: no worker starts if these are all.
 
     Raises:
         ConfigError, InfeasiblePlanError: the reference model cannot be run, or gives no finite sum of a sample.
         RunFailedError: a worker or the controller failed; holds the cause.
         KeyboardInterrupt: the user stopped it.
     """
-    if config.loss.type != "dpo":
-        return References()
-    data = open_dataset(config, data_dir=data_dir, eval_dirs=eval_dirs)
-    weights = _weights(with_reference_model(config), vocab_size=data.vocab_size)
+    reference = with_reference_model(config)
+    weights = _weights(reference, vocab_size=data.vocab_size)
     _check_kept(config, weights, log=watcher.log)
-    model = _fingerprint(with_reference_model(config), weights=weights, vocab_size=data.vocab_size)
-    folders = ({TRAINING: data_dir} if trains else {}) | dict(eval_dirs)
-    parts = _parts(config, data, folders=folders, cache_dir=cache_dir, model=model)
+    model = _fingerprint(reference, weights=weights, vocab_size=data.vocab_size)
+    parts = _parts(config, data, cache_dir=cache_dir, model=model)
     sums = {part.file: _read(part) for part in parts}
-    missing = {part.key: draws for part in parts if (draws := part.missing(sums[part.file])).size}
-    if missing:
-        watcher.log(f"log-probabilities of {sum(map(len, missing.values())):,} pairs by the reference model")
-        late = [part for part in parts if part.key in missing]
-        dirs, wanted = {part.key: part.folder for part in late}, EvaluationRun(draws=missing)
-        with _run_of(config, data_dir, late) as own:
-            shown = _Apart(watcher)
-            found = evaluate(own, data_dir, eval_dirs=dirs, runtime=runtime, watcher=shown, evaluates=wanted)
-        for part in late:
-            new = found.sums[part.key]
+    late = {part.key: part for part in parts if part.missing(sums[part.file]).size}
+    if late:
+        draws = {key: part.missing(sums[part.file]) for key, part in late.items()}
+        watcher.log(f"log-probabilities of {sum(map(len, draws.values())):,} pairs by the reference model")
+        wanted = Evaluation(
+            sources={key: part.source for key, part in late.items()},
+            folders={key: part.folder for key, part in late.items()},
+            draws=draws,
+        )
+        with own_folder(Path(config.run_dir) / FOLDER) as folder:
+            apart = reference.changed(run={"dir": str(folder)}, eval={"batches": None})
+            found = evaluate(apart, wanted, runtime=runtime, watcher=_Apart(watcher))
+        for key, part in late.items():
+            new = found.sums[key]
             sums[part.file] = np.where(np.isnan(new), sums[part.file], new)
             _check(config, part, sums[part.file])
         _write(sums, watcher)
@@ -158,18 +155,24 @@ def check_reference(config: Config, *, vocab_size: int) -> None:
         )
 
 
-def _parts(config: Config, data: Dataset, *, folders: Mapping[str, str], cache_dir: str, model: str) -> list[_Part]:
-    """The data of `folders` by name, with what of them needs sums; `model` is a fingerprint."""
-    assert isinstance(data.index, LengthIndex), "pairs are not streamed"
-    found = {each.name: (each.index, each.draws) for each in (data.evaluation.sets if data.evaluation else ())}
-    if TRAINING in folders:
-        found[TRAINING] = data.index, _drawn(data, data.index, num_steps=config.train.steps)
-    parts = []
-    for name, (index, draws) in found.items():
-        known = hashlib.blake2b(f"{VERSION} {model} {index.fingerprint} {data.vocab_size}".encode(), digest_size=8)
-        file = join(cache_dir, f"reference-{known.hexdigest()}.npy")
-        parts.append(_Part(name=name, folder=folders[name], index=index, draws=draws, file=file))
-    return parts
+def _parts(config: Config, data: ModelData, *, cache_dir: str, model: str) -> list[_Part]:
+    """Return the training data and the evaluation sets, with the draws that need sums; `model` is a fingerprint."""
+
+    def part(name: str, folder: str, *, source: DataConfig, **given: Any) -> _Part:
+        parts = f"{VERSION} {model} {given['index'].fingerprint} {data.vocab_size}"
+        known = hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
+        file = join(cache_dir, f"reference-{known}.npy")
+        return _Part(name=name, folder=folder, source=source, file=file, **given)
+
+    found = []
+    if isinstance(data, Dataset):
+        assert isinstance(data.index, LengthIndex), "pairs are not streamed"
+        draws = _drawn(data, data.index, num_steps=config.train.steps)
+        found.append(part(TRAINING, data.folder, source=config.data, index=data.index, draws=draws))
+    for each in data.evaluation.sets if data.evaluation else ():
+        source = config.eval.sets[each.name].source(config.data)
+        found.append(part(each.name, each.folder, source=source, index=each.index, draws=each.draws))
+    return found
 
 
 def _drawn(data: Dataset, index: LengthIndex, *, num_steps: int) -> npt.NDArray[np.int64]:
@@ -227,26 +230,6 @@ def _fingerprint(reference: Config, *, weights: Mapping[str, str], vocab_size: i
     quantized = (model.lora.quantize, model.lora.targets) if model.lora.quantize else ()
     parts = [comparable_model(library.to_dict()), dict(weights), model.dtype, quantized]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def _run_of(config: Config, data_dir: str, parts: list[_Part]) -> Iterator[Config]:
-    """Context of the run that computes the sums of these parts: its configuration."""
-    given = {name: each.model_dump() for name, each in config.eval.sets.items()} | {TRAINING: {}}
-    sets = {part.key: given[part.name] | {"paths": [part.folder], "format": "prepared"} for part in parts}
-    folder = Path(config.run_dir) / FOLDER
-    try:
-        yield without_training(
-            with_reference_model(config),
-            checkpoint=None,
-            run={"dir": str(folder / "run")},  # with files beside it
-            data={"paths": [data_dir], "format": "prepared"},
-            eval={"sets": sets, "batches": None, "every_steps": None},
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # a run that wrote nothing leaves no directory
-            folder.parent.rmdir()
 
 
 def _check(config: Config, part: _Part, sums: npt.NDArray[np.float64]) -> None:

@@ -278,13 +278,13 @@ class StartCosts:
     """Analytic cost model of any generation, and measured ones of generations that have joined."""
 
     def __init__(self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, log: Log) -> None:
-        self._config, self._model, self._device, self.profile_path, self._log = config, model, device, profile_path, log
+        self._config, self.model, self._device, self.profile_path, self._log = config, model, device, profile_path, log
 
     def guess(self, facts: Sequence[DeviceFacts], cluster: ClusterSpec) -> CostModel:
         """Return the analytic cost model of these devices."""
         return analytic_cost(
             self._config,
-            as_run_on(facts, self._model),
+            as_run_on(facts, self.model),
             device=self._device,
             cluster=cluster,
             memory_bytes=device_memory(self._config, facts),
@@ -298,7 +298,7 @@ class StartCosts:
         """
         self._log("measuring devices")
         config = self._config
-        about = about_run(config, self._model, device=self._device, cluster=cluster)
+        about = about_run(config, self.model, device=self._device, cluster=cluster)
         cost = profiled_cost(self.profile_path, about=about, log=self._log)
         if cost is not None:
             self._log(f"cost model of {COMMAND} in {self.profile_path}")
@@ -310,7 +310,7 @@ class StartCosts:
             cluster=cluster,
             max_seqlen=config.data.max_seqlen,
             primitives=config.plan.primitives,
-            model=self._model,
+            model=self.model,
         )
         for note in measured.fit.notes:
             self._log(note)

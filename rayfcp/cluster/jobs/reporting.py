@@ -4,7 +4,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,32 @@ class Recorder:
             logger.warning("%s is not written: %s", rank_times.FILE, error.strerror)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """Metrics and events of a job."""
+
+    metrics: MetricsExporter
+    record: Recorder
+
+
+def open_metrics(config: Config, *, runtime: Runtime) -> MetricsExporter:
+    """Return the metrics of a run, which are served from now on."""
+    found = MetricsExporter(
+        config.run.name,
+        run_dir=Path(config.run_dir),
+        host=config.metrics.host,
+        port=config.metrics.port,
+        token_file=config.metrics.token_file,
+        target_steps=config.train.steps,
+        wanted=config.cluster.max_workers,
+        mirror=runtime.mirror() if config.metrics.ray else None,
+        serve=runtime.serve,
+        epoch_s=runtime.epoch_s,
+    )
+    found.set("straggler_threshold_ratio", config.elastic.slow_ratio)
+    return found
+
+
 class Journal:
     """Writes `steps.jsonl`, metrics and loggers, and the report at the end; `record` writes the other files.
 
@@ -145,19 +171,7 @@ class Journal:
         log: Callable[[str], None] = logger.warning,
     ) -> None:
         self._runtime, self._run_dir = runtime, run_dir
-        self.metrics = MetricsExporter(
-            config.run.name,
-            run_dir=run_dir,
-            host=config.metrics.host,
-            port=config.metrics.port,
-            token_file=config.metrics.token_file,
-            target_steps=config.train.steps,
-            wanted=config.cluster.max_workers,
-            mirror=runtime.mirror() if config.metrics.ray else None,
-            serve=runtime.serve,
-            epoch_s=runtime.epoch_s,
-        )
-        self.metrics.set("straggler_threshold_ratio", config.elastic.slow_ratio)
+        self.metrics = open_metrics(config, runtime=runtime)
         step_log = run_dir / "steps.jsonl"
         self.metrics.restore(read_steps(step_log), resume_step=resume_step)
         self.record = Recorder(

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.dataset import ModelData
 from rayfcp.cluster.facts.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.facts.devices import with_stages
 from rayfcp.cluster.facts.nodes import NodeWatch
@@ -18,7 +18,7 @@ from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Limits, Setbacks
 from rayfcp.elastic.size import decide
 from rayfcp.execute.reports import Joined
-from rayfcp.values import ClusterSpec, Decision, ModelProfile, Move
+from rayfcp.values import ClusterSpec, Decision, Move
 
 logger = logging.getLogger(__name__)
 
@@ -36,24 +36,20 @@ class Devices:
     def __init__(
         self,
         config: Config,
-        data: Dataset,
+        data: ModelData,
         *,
         start: WorkerStart,
-        worker_group: WorkerGroup,
+        workers: WorkerGroup,
         stores: SnapshotStores,
         nodes: NodeWatch,
         losses: LossRecord,
         log: Callable[[str], None],
     ) -> None:
         self._config, self._data, self._log = config, data, log
-        self._start, self._pending, self.workers = start, PendingWorkers(start), worker_group
+        self._start, self._pending, self.workers = start, PendingWorkers(start), workers
         self.stores, self._nodes, self.losses = stores, nodes, losses
         self._rendezvous: Any = None
         self._warned: set[str] = set()
-
-    @property
-    def model(self) -> ModelProfile:
-        return self._data.model
 
     def upkeep(self, *, failure: Failure | None = None) -> None:
         """Let new devices stand by. Request missing ones, and start processes that stand by, but not during a recovery,

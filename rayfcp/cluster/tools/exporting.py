@@ -10,7 +10,7 @@ from rayfcp.cluster.checkpoints.folder import (
     check_same_model,
     chosen_checkpoint,
 )
-from rayfcp.cluster.checkpoints.saving import comparable_model
+from rayfcp.cluster.checkpoints.resuming import comparable_model
 from rayfcp.cluster.dataset import model_of_checkpoint
 from rayfcp.config import load_config
 from rayfcp.config.loading import read_recorded

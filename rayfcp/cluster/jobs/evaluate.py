@@ -11,15 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cluster.actors.plan_queue import PlannedStep, PlanQueue
-from rayfcp.cluster.jobs.reporting import Journal
-from rayfcp.cluster.session.devices import Devices
-from rayfcp.config import ConfigError
+from rayfcp.cluster.facts.costs import StartCosts
+from rayfcp.cluster.jobs.reporting import Telemetry
+from rayfcp.cluster.jobs.telling import Told
+from rayfcp.cluster.workers.group import WorkerGroup, passes_of
+from rayfcp.config import Config, ConfigError
 from rayfcp.config.losses import LossConfig
-from rayfcp.config.models import ElasticConfig
 from rayfcp.data.balance import BrokenRows
 from rayfcp.data.evaluation import EvalBatches, EvalSet, named_keys
 from rayfcp.elastic.hang import StepTimes
-from rayfcp.execute.reports import BatchLosses
+from rayfcp.execute.reports import BatchLosses, DeviceFullError
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.events import EventKind
 from rayfcp.telemetry.live import RunState
@@ -27,15 +28,6 @@ from rayfcp.telemetry.summary import result_text, seconds
 from rayfcp.values import ClusterSpec, EvalResult, GlobalBatch
 
 Results = Mapping[str, EvalResult]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRun:
-    """A run without steps, which evaluates the state that it begins with. `draws`: of each set that is evaluated; what
-    the configuration says if None. `by_token`: the terms of tokens are kept."""
-
-    draws: Mapping[str, npt.NDArray[np.int64]] | None = None
-    by_token: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,24 +91,22 @@ def result_of(loss: LossConfig, sums: Sequence[float], *, reference: Sequence[fl
 
 
 class Evaluator:
-    """Evaluates states on the sets of a run; at most one at a time. `plans`: a queue of its own over `batches`.
-    `by_token`: keep the terms of tokens."""
+    """Evaluates states on sets; at most one at a time. `plans`: a queue of its own over `batches`. `by_token`: keep the
+    terms of tokens."""
 
     def __init__(
         self,
-        devices: Devices,
+        config: Config,
+        workers: WorkerGroup,
         *,
         plans: PlanQueue,
         batches: EvalBatches,
-        loss: LossConfig,
-        journal: Journal,
+        telemetry: Telemetry,
         log: Callable[[str], None],
         by_token: bool = False,
     ) -> None:
-        self._by_token = by_token
-        self._devices, self._plans, self._batches, self._journal, self._log = devices, plans, batches, journal, log
-        self._loss = loss
-        self._runtime = devices.workers.runtime
+        self._config, self._workers, self._by_token = config, workers, by_token
+        self._plans, self._batches, self._telemetry, self._log = plans, batches, telemetry, log
         self._now: _UnderWay | None = None
         self._planned_for: ClusterSpec | None = None
         """Cluster of the plans in flight, without speeds; None if there are none."""
@@ -141,7 +131,7 @@ class Evaluator:
     def begin(self, step: int, *, done: Callable[[Results], None]) -> None:
         """Evaluate the state after `step` from now on, batch by batch (`run_batch`), with plans made ahead. `done` gets
         the results."""
-        self._now = _UnderWay(step=step, done=done, began_s=self._runtime.now_s())
+        self._now = _UnderWay(step=step, done=done, began_s=self._workers.runtime.now_s())
 
     def plan_ahead(self, cluster: ClusterSpec, *, cost: CostModel, first: int = 1) -> None:
         """Plan batches from `first` on for these ranks, while devices are busy with something else."""
@@ -149,7 +139,7 @@ class Evaluator:
         self._plans.start(first, len(self._batches), cluster=target, cost=cost)
         self._planned_for = dataclasses.replace(cluster, speed_of_rank=())
 
-    def run_batch(self, cluster: ClusterSpec, *, cost: CostModel, times: StepTimes, elastic: ElasticConfig) -> None:
+    def run_batch(self, cluster: ClusterSpec, *, cost: CostModel, times: StepTimes) -> None:
         """Evaluate the next batch on all devices of the current generation, `cluster`, and conclude after the last one.
 
         `times`: of steps, from which the deadline of a batch is learned; evaluation does not enter them.
@@ -160,18 +150,17 @@ class Evaluator:
         """
         now = self._now
         assert now is not None, "an evaluation is under way"
-        self._journal.metrics.enter(RunState.EVALUATING)
+        self._telemetry.metrics.enter(RunState.EVALUATING)
         if self._planned_for != dataclasses.replace(cluster, speed_of_rank=()):
             self.plan_ahead(cluster, cost=cost, first=now.next_batch)
         planned = self._plans.take()
         assert planned.batch.step == now.next_batch, "batches come in order"
         refs = self._dispatch(planned, cluster)
         self._plans.refill()
-        deadline_s = times.deadline_s(elastic, predicted_s=planned.record.predicted_s)
-        reports: list[BatchLosses] = self._devices.workers.get(
-            refs, deadline_s=deadline_s, leave_s=times.leave_s(elastic)
+        deadline_s = times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
+        reports: list[BatchLosses] = self._workers.get(
+            refs, deadline_s=deadline_s, leave_s=times.leave_s(self._config.elastic)
         )
-        self._devices.losses.on_step_finished()
         own = self._batches.set_of(now.next_batch)
         now.add(own, planned.batch, reports=reports)
         self._count_broken(own, reports, num_seen=len(now.ids[own.name]))
@@ -180,7 +169,7 @@ class Evaluator:
 
     def need_less(self) -> bool:
         """Give ranks no more tokens than in training from now on; False if that is so already."""
-        is_news = not self._small and bool(self._devices.workers.cluster.forward_tokens_per_rank)
+        is_news = not self._small and bool(self._workers.cluster.forward_tokens_per_rank)
         self._small, self._planned_for = True, None
         return is_news
 
@@ -206,7 +195,7 @@ class Evaluator:
                 folder=folder,
                 by_token=self._by_token,
             )
-            for index, worker in enumerate(self._devices.workers.workers)
+            for index, worker in enumerate(self._workers.workers)
         ]
 
     def _count_broken(self, own: EvalSet, reports: Sequence[BatchLosses], *, num_seen: int) -> None:
@@ -224,7 +213,7 @@ class Evaluator:
         results = {
             each.name: dataclasses.replace(
                 result_of(
-                    self._loss,
+                    self._config.loss,
                     now.losses[each.name],
                     reference=() if each.reference is None else each.reference[now.ids[each.name]].tolist(),
                     num_targets=now.targets[each.name],
@@ -233,12 +222,56 @@ class Evaluator:
             )
             for each in self._batches.sets
         }
-        taken_s = self._runtime.now_s() - now.began_s
+        taken_s = self._workers.runtime.now_s() - now.began_s
         sums = {each.name: now.sums(each) for each in self._batches.sets}
         self.last = Evaluated(step=now.step, results=results, seconds=taken_s, sums=sums, terms=now.terms)
-        self._journal.metrics.set("eval_seconds", taken_s)
+        self._telemetry.metrics.set("eval_seconds", taken_s)
         text = "; ".join(f"{name} {result_text(each)}" for name, each in results.items())
         self._log(f"evaluated after step {now.step} in {seconds(taken_s)}: {text}")
-        devices = len(self._devices.workers.ids)
-        self._journal.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)
+        devices = len(self._workers.ids)
+        self._telemetry.record.note(EventKind.EVALUATION, step=now.step, devices=devices, text=text, seconds=taken_s)
         now.done(results)
+
+
+class EvaluateJob:
+    """Evaluates one state, that after `version` steps, and nothing else."""
+
+    def __init__(
+        self, workers: WorkerGroup, *, evaluator: Evaluator, costs: StartCosts, version: int, told: Told
+    ) -> None:
+        self._workers, self._evaluator, self._costs, self._told = workers, evaluator, costs, told
+        self._cost: CostModel | None = None
+        self.last_finished = version
+        evaluator.begin(version, done=lambda _: None)
+
+    def plan_for(self, cluster: ClusterSpec, ids: Sequence[str], *, version: int) -> None:
+        """The evaluator plans for the devices that it finds."""
+
+    def begin(self, *, version: int) -> None:
+        """Every generation holds the same state."""
+
+    def measure(self) -> None:
+        workers = self._workers
+        self._cost = self._costs.measure(passes_of(workers), workers.facts, cluster=workers.cluster)
+        self._told.announce("evaluating")
+
+    def is_done(self, version: int) -> bool:
+        return not self._evaluator.is_at(version)
+
+    def advance(self, version: int) -> int:
+        assert self._cost is not None, "devices were measured"
+        self._evaluator.run_batch(self._workers.cluster, cost=self._cost, times=StepTimes())
+        return version
+
+    def on_failure(self, version: int) -> int:
+        return version
+
+    def need_less(self, problem: DeviceFullError) -> bool:  # noqa: ARG002
+        return False
+
+    def finish(self, version: int) -> Evaluated | None:  # noqa: ARG002
+        self._evaluator.stop()
+        return self._evaluator.last
+
+    def stopped(self) -> Evaluated | None:
+        return None
