@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayfcp.cluster.runtime import ActorLostError, TaskFailedError
-from rayfcp.cluster.workers.calls import GroupCall, RanksLostError
+from rayfcp.cluster.workers.calls import GroupCall, Patience, RanksLostError
 from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.recovery import Way
 from rayfcp.execute.reports import CollectiveFailedError, DeviceLostError
@@ -47,9 +47,7 @@ def looked(
         [f"call of {each}" for each in names],
         runtime=runtime,  # type: ignore[arg-type]
         names=list(names),
-        deadline_s=deadline_s,
-        limit_s=2.0,
-        most_s=most_s,
+        patience=Patience(deadline_s=deadline_s, silent_s=2.0, most_s=most_s, leave_s=2.0),
         end=lambda _, keep_device: None,
     )
     for each in ended:
@@ -57,8 +55,8 @@ def looked(
     for _ in range(int(seconds / 0.25)):
         call._look()
         runtime.time_s += 0.25
-    assert set(call._gone.values()) <= {Cause.HUNG}
-    return {names[number] for number in call._gone}, call._reason
+    assert set(call._found.gone.values()) <= {Cause.HUNG}
+    return {names[number] for number in call._found.gone}, call._found.reason
 
 
 def test_nothing_is_wrong_before_the_deadline() -> None:
@@ -122,8 +120,7 @@ def failing(runtime: Broken, *, ended: list[tuple[str, bool]], way: Way) -> Grou
         ["call of a", "call of b"],
         runtime=runtime,  # type: ignore[arg-type]
         names=["a", "b"],
-        deadline_s=100.0,
-        limit_s=2.0,
+        patience=Patience(deadline_s=100.0, silent_s=2.0, leave_s=2.0),
         way=lambda: way,
         end=lambda member, keep_device: ended.append((member.id, keep_device)),
     )

@@ -13,7 +13,7 @@ from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.cluster.facts.measured import analytic_cost
 from rayfcp.cluster.facts.out_of_memory import LESS_MEMORY, more_recomputation, predicted_bytes
 from rayfcp.cluster.runtime import TaskFailedError
-from rayfcp.cluster.workers.calls import GroupCall
+from rayfcp.cluster.workers.calls import GroupCall, Patience
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PassShape
@@ -163,9 +163,8 @@ def test_the_run_ends_with_the_workers_line() -> None:
 
     runtime: Any = SimpleNamespace(now_s=lambda: 0.0, wait=lambda refs, **_: list(refs), get=get)
     members: Any = [SimpleNamespace(id=each) for each in errors]
-    call = GroupCall(
-        members, list(errors), runtime=runtime, names=["rank 0", "rank 1"], deadline_s=None, limit_s=1.0, end=print
-    )
+    patience = Patience(deadline_s=None, silent_s=1.0, leave_s=1.0)
+    call = GroupCall(members, list(errors), runtime=runtime, names=["rank 0", "rank 1"], patience=patience, end=print)
     with pytest.raises(ConfigError) as caught:
         call.values()
     assert caught.value is errors["b"]

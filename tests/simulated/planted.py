@@ -94,11 +94,11 @@ def _committed_early() -> AbstractContextManager[Any]:
     values = GroupCall.values
 
     def early(self: GroupCall) -> Any:
-        while len(self._pending) > 1 and not self._reason:
+        while len(self._pending) > 1 and not self._found.reason:
             if not self._take_ended():
                 self._look()
         known = next((each for each in self._values if isinstance(each, DeviceReport)), None)
-        if known is None or self._reason or not self._pending:
+        if known is None or self._found.reason or not self._pending:
             return values(self)
         return [known if each is None else each for each in self._values]
 
@@ -219,7 +219,7 @@ def _unaborted() -> AbstractContextManager[Any]:
     """A call that begins after it was aborted is not aborted again (876d9ff)."""
 
     def free(self: GroupCall) -> None:
-        living = [number for number in range(len(self._members)) if number not in self._gone]
+        living = [number for number in range(len(self._members)) if number not in self._found.gone]
         for number in living:
             self._members[number].handle.abort.remote()
         self._pending = {}

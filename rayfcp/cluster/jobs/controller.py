@@ -32,7 +32,7 @@ from rayfcp.cluster.session.devices import Devices
 from rayfcp.cluster.session.lock import hold
 from rayfcp.cluster.session.opening import Opening
 from rayfcp.cluster.session.session import InitialGeneration, Job, Session, T
-from rayfcp.cluster.session.state import FixedState, State, TrainedState
+from rayfcp.cluster.session.state import State, TrainedState
 from rayfcp.cluster.workers.calls import WorkerFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config, ConfigError, dump_config
@@ -297,7 +297,7 @@ class Controller:
                     version=initial.version,
                     told=told,
                 )
-                state = FixedState(devices.workers, devices.stores, weights=weights)
+                state = State(devices.workers, devices.stores, weights=weights)
                 return self._in_session(job, devices, state=state, initial=initial, telemetry=telemetry)
             except StoppedError:
                 return None

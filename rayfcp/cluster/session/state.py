@@ -1,7 +1,6 @@
 """The state that devices hold: where it is copied and saved, and what a generation loads."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from rayfcp.cluster.checkpoints.resuming import Resume, Weights
 from rayfcp.cluster.checkpoints.saving import Saver
@@ -17,28 +16,39 @@ from rayfcp.values import KeptStates, StateId
 NOTHING = RecoverableState(reason="the state is read from its checkpoint")
 
 
-class State(Protocol):
-    """State of a run, at a version (steps applied). Methods that call all devices raise `GroupFailedError`."""
+class State:
+    """State of a run, at a version (steps applied). This one is only read: every generation loads the same weights, and
+    losses cost nothing. Methods that call all devices raise `GroupFailedError`."""
 
-    def newest(self, *, up_to: int) -> RecoverableState:
-        """Find the newest state in memory of at most `up_to` steps: a later one is not in the log and runs again."""
-
-    def load(self, found: RecoverableState, joined: Sequence[Joined]) -> int:
-        """Make the devices that `joined` load this state, or the newest checkpoint if there is none; return the
-        version."""
-
-    def begin(self, *, version: int) -> None:
-        """Begin a generation that holds this version."""
-
-    def before_leaving(self, *, version: int) -> None:
-        """Make sure that a copy of this version exists, as its devices are about to leave."""
+    def __init__(self, workers: WorkerGroup, stores: SnapshotStores, *, weights: Weights) -> None:
+        self._workers, self._stores, self._weights = workers, stores, weights
 
     @property
     def is_safe(self) -> bool:
         """True if a loss can be recovered from without copies of earlier generations."""
+        return True
 
-    def save_now(self, *, version: int) -> str:
+    def newest(self, *, up_to: int) -> RecoverableState:  # noqa: ARG002
+        """Find the newest state in memory of at most `up_to` steps: a later one is not in the log and runs again."""
+        return NOTHING
+
+    def load(self, found: RecoverableState, joined: Sequence[Joined]) -> int:  # noqa: ARG002
+        """Make the devices that `joined` load this state, or the newest checkpoint if there is none; return the
+        version."""
+        self._weights.check_weights(joined)
+        self._weights.load(self._workers)
+        return self._weights.step
+
+    def begin(self, *, version: int) -> None:  # noqa: ARG002
+        """Begin a generation that holds this version."""
+        self._stores.assign(self._workers.all)  # they kill processes that hang
+
+    def before_leaving(self, *, version: int) -> None:
+        """Make sure that a copy of this version exists, as its devices are about to leave."""
+
+    def save_now(self, *, version: int) -> str:  # noqa: ARG002
         """Begin to save this version if that has not been done; return a clause that says so."""
+        return ""
 
     def on_failure(self) -> None:
         """Give up what the lost devices were to do."""
@@ -46,11 +56,12 @@ class State(Protocol):
     def on_recovery(self, failure: Failure) -> None:
         """Take note of a loss that is being recovered from."""
 
-    def rescue(self, *, up_to: int) -> str:
+    def rescue(self, *, up_to: int) -> str:  # noqa: ARG002
         """Save the newest state in memory, if no checkpoint has it; return a clause that says so."""
+        return ""
 
 
-class TrainedState:
+class TrainedState(State):
     """State of a training: copied in memory and saved in checkpoints."""
 
     def __init__(
@@ -64,7 +75,8 @@ class TrainedState:
         metrics: MetricsExporter,
         log: Callable[[str], None],
     ) -> None:
-        self._workers, self._stores, self._resume, self._log = workers, stores, resume, log
+        super().__init__(workers, stores, weights=resume)
+        self._log = log
         self.replication, self.saver, self._metrics = replication, saver, metrics
         self._is_loaded = False
 
@@ -83,14 +95,14 @@ class TrainedState:
         return self._stores.newest_state(self._workers.all, up_to=up_to)
 
     def load(self, found: RecoverableState, joined: Sequence[Joined]) -> int:
-        self._resume.check_weights(joined)
+        self._weights.check_weights(joined)
         is_first, self._is_loaded = not self._is_loaded, True
         if found.state is not None:
             load_copies(self._workers, found)
             return found.state.version
         if is_first:
-            self._resume.load(self._workers)
-            return self._resume.step
+            self._weights.load(self._workers)
+            return self._weights.step
         self._stores.drop_copies(self._workers.all)  # those that are left are of steps that run again
         version = self.saver.fall_back()
         source = f"the checkpoint of step {version}" if version else "the beginning, as there is no checkpoint"
@@ -125,43 +137,6 @@ class TrainedState:
         self._log(f"saving step {step} from copies in memory")
         problem = saver.rescue(found)
         return f"; step {step} could not be saved: {problem}" if problem else f"; step {step} is saved in {saver.saved}"
-
-
-class FixedState:
-    """State that is only read: every generation loads the same weights."""
-
-    def __init__(self, workers: WorkerGroup, stores: SnapshotStores, *, weights: Weights) -> None:
-        self._workers, self._stores, self._weights = workers, stores, weights
-
-    def newest(self, *, up_to: int) -> RecoverableState:  # noqa: ARG002
-        return NOTHING
-
-    def load(self, found: RecoverableState, joined: Sequence[Joined]) -> int:  # noqa: ARG002
-        self._weights.check_weights(joined)
-        self._weights.load(self._workers)
-        return self._weights.step
-
-    def begin(self, *, version: int) -> None:  # noqa: ARG002
-        self._stores.assign(self._workers.all)  # they kill processes that hang
-
-    def before_leaving(self, *, version: int) -> None:
-        """Nothing is lost with devices that leave."""
-
-    @property
-    def is_safe(self) -> bool:
-        return True
-
-    def save_now(self, *, version: int) -> str:  # noqa: ARG002
-        return ""
-
-    def on_failure(self) -> None:
-        """Devices have nothing to do for the state."""
-
-    def on_recovery(self, failure: Failure) -> None:
-        """Losses change nothing."""
-
-    def rescue(self, *, up_to: int) -> str:  # noqa: ARG002
-        return ""
 
 
 def load_copies(workers: WorkerGroup, found: RecoverableState) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rayfcp.cluster.facts.costs import Passes
 from rayfcp.cluster.facts.devices import DeviceFacts, Member, device_names
-from rayfcp.cluster.workers.calls import GroupCall, GroupFailedError, loss_of
+from rayfcp.cluster.workers.calls import GroupCall, GroupFailedError, Patience, loss_of
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.config import Config, ConfigError
 from rayfcp.elastic.recovery import Way
@@ -135,15 +135,14 @@ class WorkerGroup:
             GroupFailedError: workers are gone, or an exchange between them failed. All other calls have ended; lost
                 workers were ended and are no members any more.
         """
+        silent_s = self._start.config.elastic.hang_min_s
+        leave_s = silent_s if leave_s is None else leave_s
         call = GroupCall(
             self.members,
             refs,
             runtime=self.runtime,
             names=self._names,
-            deadline_s=deadline_s,
-            limit_s=self._start.config.elastic.hang_min_s,
-            most_s=most_s,
-            leave_s=leave_s,
+            patience=Patience(deadline_s=deadline_s, silent_s=silent_s, most_s=most_s, leave_s=leave_s),
             way=self._way,
             end=self._end,
         )
