@@ -21,8 +21,8 @@ from pydantic import BaseModel
 import rayfcp
 from rayfcp import adapters, commands
 from rayfcp.cli import _parser
-from rayfcp.cluster.controller.evaluating import Evaluated
-from rayfcp.cluster.doctor.facts import Finding
+from rayfcp.cluster.jobs.evaluate import Evaluated
+from rayfcp.cluster.tools.doctor.facts import Finding
 from rayfcp.commands.evaluate import _as_json
 from rayfcp.compare.comparison import compare
 from rayfcp.config import Config
