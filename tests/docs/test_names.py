@@ -18,7 +18,7 @@ NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*?\))?`")
 WORD = re.compile(r"[A-Za-z_]\w*")
 CODED = re.compile(r"_.|[a-z][A-Z]|^[A-Z][a-z]")
 """What names of code have and words of prose have not."""
-REMOVED = re.compile(r"\bat\s+commit\s+`?[0-9a-f]{7,}\b")
+REMOVED = re.compile(r"\b[Aa]t\s+(commit\s+)?`?[0-9a-f]{7,}\b")
 FOREIGN = set((Path(__file__).parent / "foreign.txt").read_text(encoding="utf-8").split())
 """Names and files, or the first parts of these, of other projects, and files that readers write."""
 

@@ -98,13 +98,8 @@ class TrainJob:
 
         # Written down before the next step, after which copies of this step's state may be dropped: a restarted
         # controller cannot resume from a state whose step is not in the log.
-        report = step_report(
-            planned,
-            devices,
-            step_s=step_s,
-            peak_flops=learner.peak_flops * workers.cluster.num_devices,
-            recovered=step <= self._again_to,
-        )
+        peak_flops, recovered = learner.peak_flops * workers.cluster.num_devices, step <= self._again_to
+        report = step_report(planned, devices, step_s=step_s, peak_flops=peak_flops, recovered=recovered)
         self._commit(planned, devices, report, evaluates=evaluates)
 
         # Copies go to other nodes, and a checkpoint is written, in the background.

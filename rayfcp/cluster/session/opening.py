@@ -8,6 +8,7 @@ from pathlib import Path
 from rayfcp.cluster.checkpoints.resuming import Weights
 from rayfcp.cluster.dataset import ModelData
 from rayfcp.cluster.errors import CapacityError, RunAbortedError, StoppedError
+from rayfcp.cluster.facts.devices import Member
 from rayfcp.cluster.facts.nodes import NodeWatch
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
@@ -65,13 +66,7 @@ class Opening:
             if members:
                 self.announce(f"adopting {len(members)} workers of a lost controller")
             else:
-                self.announce(f"starting {config.cluster.max_workers} workers")
-                try:
-                    members = start.open_all(stopped=self.stopping.is_set)
-                except CapacityError as error:
-                    if self.stopping.is_set():
-                        raise StoppedError from error
-                    raise
+                members = self._started(start)
             losses = LossRecord(config, is_host=DEVICES[self.device].is_host, log=self.log)
             workers = WorkerGroup(start, members, kill=stores.kill, way=losses.way)
             undo.pop_all()
@@ -85,6 +80,15 @@ class Opening:
             losses=losses,
             log=self.log,
         )
+
+    def _started(self, start: WorkerStart) -> list[Member]:
+        self.announce(f"starting {self.config.cluster.max_workers} workers")
+        try:
+            return start.open_all(stopped=self.stopping.is_set)
+        except CapacityError as error:
+            if self.stopping.is_set():
+                raise StoppedError from error
+            raise
 
     def first_generation(self, devices: Devices, weights: Weights, *, up_to: int | None) -> InitialGeneration:
         """Choose the devices to start with, and the state that they load: one in memory of at most `up_to` steps, if it
