@@ -1,39 +1,44 @@
 """When states are copied, on their nodes and to other nodes, and which copies stay."""
 
 import logging
-import statistics
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rayfcp.cluster.recovery.intervals import CopyIntervals
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import CallError, TaskFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config
-from rayfcp.elastic.facts import Cause, Failure
-from rayfcp.elastic.intervals import CopyCosts, Intervals, Loses, LossRates, choose, lost_per_hour
+from rayfcp.elastic.facts import Failure
 from rayfcp.elastic.recoverable import CopiedStates
 from rayfcp.execute.reports import DeviceReport
 from rayfcp.execute.state.transfer import CopyRemovedError, NoRoomError
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import KeptStates, StateId
-from rayfcp.values.counted import counted
-from rayfcp.values.devices import AUTO, DEVICES
+from rayfcp.values.devices import DEVICES
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Between two looks at copies that are sent while steps wait for them."""
 
-FIRST, REMEMBERED = 3, 16
-"""Steps after which intervals are chosen first, and then each time, from that many last ones."""
-
-TOLD_RATIO = 2.0
-"""Change of an interval that the user is told of, as of the first choice."""
-
 PAUSE_S = 0.5
 """Before another attempt, while steps wait for it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sending:
+    """Copies on their way to other nodes: references of the seconds that each node took, and those that have come.
+    `is_failed`: a node could not send; `lacks_room`: since its target has no room; `are_removed`: since somebody has
+    removed its copies."""
+
+    refs: list[Any] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    is_failed: bool = False
+    lacks_room: bool = False
+    are_removed: bool = False
 
 
 class Replication:
@@ -57,29 +62,23 @@ class Replication:
         self._runtime = worker_group.runtime
         self.states = CopiedStates.start((), generation=-1, first=version)
         self._taken = version
-        self._pushes: list[Any] = []
-        self._sent_s: list[float] = []
-        self._is_host = DEVICES[worker_group.device].is_host
-        self.send_s = 0.0
-        """Seconds that it took to send the last state to other nodes."""
-        self._is_auto = config.elastic.snapshot_every_steps == AUTO
-        self.intervals = self._fixed()
-        self._rates, self._num_steps = LossRates(), 0
-        self._step_s, self._copy_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
-        self._log, self._metrics = log, metrics
-        self._sends = False
-        """Whether nodes send their copies to others, since stores were assigned last."""
-        self._is_failed = self._lacks_room = self._are_removed = False
+        self.intervals = CopyIntervals(
+            config.elastic.snapshot_every_steps,
+            is_host=DEVICES[worker_group.device].is_host,
+            metrics=metrics,
+            log=log,
+        )
+        self._sending = _Sending()
 
     @property
     def is_on(self) -> bool:
-        return self._elastic.snapshot_every_steps != 0
+        return self.intervals.is_on
 
     @property
     def is_safe(self) -> bool:
         """True if a loss can be recovered from without copies of earlier generations."""
         states, needed = self.states, [self.states.here]
-        if self._sends:
+        if self.intervals.sends:
             needed.append(states.away)
         return not self.is_on or all(each is not None and each.generation == states.generation for each in needed)
 
@@ -88,10 +87,10 @@ class Replication:
         number = self._workers.cluster.generation
         self._stores.history.begin(number, version=version)
         self.states = self.states.again(self._workers.ids, generation=number, first=version)
-        self._pushes, self._is_failed = [], False
+        self._sending.refs, self._sending.is_failed = [], False
         self._stores.assign(self._workers.all)
         self._note_assigned()
-        self._show_intervals()
+        self.intervals.show()
         if self.is_on:
             self.copy_now(version)
             self._stores.drop(self.states.kept)
@@ -119,7 +118,7 @@ class Replication:
         """The copy that devices make after `step`, if any, and the states whose copies they keep. `saved`: a checkpoint
         of that state is due."""
         kept = self._kept(step)
-        is_due = self.is_on and step - self._taken >= self.intervals.here
+        is_due = self.is_on and step - self._taken >= self.intervals.now.here
         if not is_due and not saved:
             return None, kept
         self._taken = step
@@ -153,15 +152,15 @@ class Replication:
 
     def after_loss(self, failure: Failure) -> None:
         """Take note of a loss, for the intervals."""
-        for _ in failure.lost:
-            self._rates = self._rates.after(lost=Loses.NODE if failure.cause is Cause.NODE else Loses.PROCESS)
+        self.intervals.after_loss(failure)
 
     def after_step(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Take note of the copies that were made, and send those that are due."""
         copied = {id: report.copied for id, report in zip(self._workers.ids, devices, strict=True)}
         self.states = self.states.after(copied)
         if self.is_on:
-            self._measure(devices, step_s=step_s)
+            copy_s = max(each.snapshot_s for each in devices)
+            self.intervals.after_step(num_devices=len(devices), step_s=step_s, copy_s=copy_s)
             self._proceed()
 
     def await_safe(self, step: int) -> None:
@@ -173,21 +172,25 @@ class Replication:
         """
         if not self.is_on:
             return
-        if self._is_failed:
+        if self._sending.is_failed:
             self._renew(step)
         end_s = self._runtime.now_s() + self._elastic.hang_min_s
-        while self._sends and not self._lacks_room and not self.states.may_dispatch(step, every=self.intervals.away):
-            if self._is_failed or self._runtime.now_s() > end_s:
+        while (
+            self.intervals.sends
+            and not self._sending.lacks_room
+            and not self.states.may_dispatch(step, every=self.intervals.now.away)
+        ):
+            if self._sending.is_failed or self._runtime.now_s() > end_s:
                 self._runtime.flag().wait(PAUSE_S)
                 self._renew(step)
                 end_s = self._runtime.now_s() + self._elastic.hang_min_s
             self._proceed()
-            if self._pushes:
-                self._runtime.wait(self._pushes, timeout_s=LOOK_S)
+            if self._sending.refs:
+                self._runtime.wait(self._sending.refs, timeout_s=LOOK_S)
                 self._collect()
-            elif self.states.to_send(every=self.intervals.send) is not None:
+            elif self.states.to_send(every=self.intervals.now.send) is not None:
                 self._stores.await_opened(timeout_s=LOOK_S)
-            elif not self._is_failed:
+            elif not self._sending.is_failed:
                 return  # nothing newer is copied: there was no memory for it
 
     def _renew_stores(self) -> bool:
@@ -204,82 +207,40 @@ class Replication:
         return are_lost
 
     def _note_assigned(self) -> None:
-        self._sends = self._stores.sends(member.facts.node_id for member in self._workers.members)
-
-    def _measure(self, devices: Sequence[DeviceReport], *, step_s: float) -> None:
-        """Remember a step; now and then, choose the intervals anew."""
-        self._num_steps += 1
-        self._rates = self._rates.after(device_hours=len(devices) * step_s / 3600)
-        self._step_s.append(step_s)
-        copy_s = max(each.snapshot_s for each in devices)
-        if copy_s > 0:  # not all steps copy
-            self._copy_s.append(copy_s)
-        if self._num_steps == FIRST or self._num_steps % REMEMBERED == 0:
-            if self._is_auto:
-                self._choose()
-            else:
-                self.intervals = self._fixed(step_s=statistics.median(self._step_s))
-
-    def _fixed(self, *, step_s: float = 1.0) -> Intervals:
-        """Intervals that nothing measured chooses, but when copies are sent."""
-        every, is_host = 1 if self._is_auto else int(self._elastic.snapshot_every_steps), self._is_host
-        return Intervals.fixed(every, away_s=self.send_s, step_s=step_s, is_host=is_host)
-
-    def _choose(self) -> None:
-        costs = CopyCosts(
-            step_s=statistics.median(self._step_s),
-            here_s=statistics.median(self._copy_s or [0.0]),
-            away_s=self.send_s if self._sends else None,
-        )
-        num_devices, before = len(self._workers.ids), self.intervals
-        self.intervals = choose(costs, self._rates, num_devices=num_devices)
-        lost_s = lost_per_hour(costs, self._rates, intervals=self.intervals, num_devices=num_devices)
-        self._metrics.set("expected_lost_seconds_per_hour", lost_s)
-        self._show_intervals()
-        ratios = [self.intervals.here / before.here, self.intervals.away / before.away if self._sends else 1.0]
-        if self._num_steps == FIRST or max(ratios) >= TOLD_RATIO or min(ratios) <= 1 / TOLD_RATIO:
-            away = f", every {counted(self.intervals.away, 'step')} to other nodes" if self._sends else ""
-            self._log(
-                f"the state is copied every {counted(self.intervals.here, 'step')}{away}: {self.intervals.reason}; "
-                f"{lost_s:.1f} s an hour are expected to be lost"
-            )
-
-    def _show_intervals(self) -> None:
-        self._metrics.set("snapshot_interval_steps", self.intervals.here if self.is_on else 0)
-        self._metrics.set("snapshot_away_interval_steps", self.intervals.away if self.is_on and self._sends else 0)
+        self.intervals.sends = self._stores.sends(member.facts.node_id for member in self._workers.members)
 
     def _proceed(self) -> None:
         """Take note of what was sent, and send what is due."""
-        if self._pushes:
+        if self._sending.refs:
             self._collect()
-        if self._sends and not self._stores.targets_live:
-            self.states, self._is_failed = self.states.without_away(), True
-        state = self.states.to_send(every=self.intervals.send)
-        if state is None or self._is_failed or not self._sends:
+        if self.intervals.sends and not self._stores.targets_live:
+            self.states, self._sending.is_failed = self.states.without_away(), True
+        state = self.states.to_send(every=self.intervals.now.send)
+        if state is None or self._sending.is_failed or not self.intervals.sends:
             return
         try:
             pushes = self._stores.push(state, self._numbers())
         except CallError as error:
             logger.warning("a snapshot store cannot be opened: %s", error)
-            self._is_failed, pushes = True, None
+            self._sending.is_failed, pushes = True, None
         if pushes is not None:
-            self._pushes, self._sent_s = pushes, []
+            self._sending.refs, self._sending.seconds = pushes, []
             self.states = self.states.sending(state)
 
     def _collect(self) -> None:
-        for ref in self._runtime.wait_all(self._pushes, timeout_s=0):
-            self._pushes.remove(ref)
+        for ref in self._runtime.wait_all(self._sending.refs, timeout_s=0):
+            self._sending.refs.remove(ref)
             try:
-                self._sent_s.append(self._runtime.get(ref))
+                self._sending.seconds.append(self._runtime.get(ref))
             except CallError as error:
                 logger.warning("copies of state %s could not be sent: %s", self.states.under_way, error)
-                self._is_failed = True
+                self._sending.is_failed = True
                 cause = error.cause if isinstance(error, TaskFailedError) else None
-                self._lacks_room = isinstance(cause, NoRoomError)
-                self._are_removed = self._are_removed or isinstance(cause, CopyRemovedError)
-        if not self._pushes and not self._is_failed:
-            self.states, self._lacks_room = self.states.sent(), False
-            self.send_s = max(self._sent_s, default=0.0)
+                self._sending.lacks_room = isinstance(cause, NoRoomError)
+                self._sending.are_removed = self._sending.are_removed or isinstance(cause, CopyRemovedError)
+        if not self._sending.refs and not self._sending.is_failed:
+            self.states, self._sending.lacks_room = self.states.sent(), False
+            self.intervals.send_s = max(self._sending.seconds, default=0.0)
             self._stores.drop(self.states.kept)
 
     def _renew(self, step: int) -> None:
@@ -290,9 +251,9 @@ class Replication:
             GroupFailedError: a device is gone.
         """
         are_lost = self._renew_stores()
-        if are_lost or self._is_failed:
-            self._pushes, self._is_failed = [], False
+        if are_lost or self._sending.is_failed:
+            self._sending.refs, self._sending.is_failed = [], False
             self.states = self.states.sending(None)
-        if self._are_removed:
-            self._are_removed, self.states = False, self.states.without_here()
+        if self._sending.are_removed:
+            self._sending.are_removed, self.states = False, self.states.without_here()
             self.copy_now(step - 1)

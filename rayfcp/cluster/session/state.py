@@ -88,7 +88,7 @@ class TrainedState(State):
         """Take note of the copies that devices made, send those that are due, and write a checkpoint if one is due."""
         self.replication.after_step(devices, step_s=step_s)
         copied_s = max(each.snapshot_s for each in devices)
-        self._metrics.set("snapshot_seconds", copied_s + self.replication.send_s)
+        self._metrics.set("snapshot_seconds", copied_s + self.replication.intervals.send_s)
         self.saver.after_step(step)
 
     def newest(self, *, up_to: int) -> RecoverableState:
