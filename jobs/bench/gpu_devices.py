@@ -118,7 +118,7 @@ class Device:
             SaveError: it could not be written.
         """
         state = StateId(version=CHECKPOINT_STEP, generation=0)
-        self.engine.take_snapshot(state)
+        self.engine.copy_state(state)
         return write_part(self._copies, state, numbers=[self.engine.position.device], folder=Path(folder))
 
     def load(self, folder: str) -> None:

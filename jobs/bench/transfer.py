@@ -1,4 +1,4 @@
-"""Copies of the state from one node's shared memory to another's, as snapshot stores send them, and parts of them to a
+"""Copies of the state from one node's shared memory to another's, as copy stores send them, and parts of them to a
 device, as it reads them after a loss; and as objects of Ray, in chunks of 32 MiB with checksums, between two raylets.
 
 All on this machine: rates of a network are lower, CPU time counts.

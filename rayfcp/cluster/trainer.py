@@ -17,7 +17,7 @@ from rayfcp.cluster.driver.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.driver.preparing import cache_of, check_runnable, prepared_data, prepared_sets, with_absolute_paths
 from rayfcp.cluster.driver.references import has_reference, reference_sums
 from rayfcp.cluster.jobs.controller import Outcome
-from rayfcp.cluster.recovery.store import SnapshotStore
+from rayfcp.cluster.recovery.store import CopyStore
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.session.lock import check_free, check_writable
 from rayfcp.cluster.workers.worker import DeviceWorker
@@ -36,7 +36,7 @@ class FlexTrainer:
         config: the run, as `Config` or as nested dict. Ray Train's own configurations override it:
         run_config: `name`, `storage_path` (the run directory is `storage_path/name`), `checkpoint_config`.
         scaling_config: `num_workers` (a number or (min, max)), `use_gpu`.
-        worker, store: classes of the actors of devices, and of nodes' snapshot stores.
+        worker, store: classes of the actors of devices, and of nodes' copy stores.
 
     Example:
         >>> trainer = FlexTrainer(config)                                     # doctest: +SKIP
@@ -51,7 +51,7 @@ class FlexTrainer:
         run_config: "RunConfig | None" = None,
         scaling_config: "ScalingConfig | None" = None,
         worker: type[DeviceWorker] = DeviceWorker,
-        store: type[SnapshotStore] = SnapshotStore,
+        store: type[CopyStore] = CopyStore,
     ) -> None:
         config = config if isinstance(config, Config) else parse_config(config)
         config = _with_scaling(config, scaling_config) if scaling_config else config

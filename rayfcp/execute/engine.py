@@ -31,7 +31,7 @@ from rayfcp.execute.parallel.transport import AttentionStats, DistributedTranspo
 from rayfcp.execute.reports import BatchLosses, Beat, DeviceReport, Joined, StepProgress
 from rayfcp.execute.state.checkpoint import load
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.execute.state.snapshots import Snapshots, Source, fill
+from rayfcp.execute.state.copying import Copier, Source, load_copies
 from rayfcp.execute.vision import ImageSource, VisionLoader
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, Span, SpanKind
@@ -49,7 +49,7 @@ class Generation:
     module: StageModule
     optimizer: LocalAdamW
     wait: HostWait
-    snapshots: Snapshots
+    copier: Copier
     interpreter: Interpreter
 
 
@@ -71,8 +71,8 @@ class _Pairs:
 
 
 class RankEngine:
-    """The model's shard, its optimizer and the process groups of one device. `copies`: where copies of its state are
-    made; None if none are."""
+    """The model's shard, its optimizer and the process groups of one device. `data_dir`: prepared data of the training,
+    empty without one; `copies`: where copies of its state are made; None if none are."""
 
     def __init__(
         self, config: Config, *, device: torch.device, data_dir: str, copies: CopyFolder | None = None
@@ -83,10 +83,12 @@ class RankEngine:
         self.keeps_attention = not config.train.recompute_attention
         self.position = MeshPosition(rank=0, num_ranks=1)
         self.copies = copies
-        self._reader, self._vision = self._open_source(data_dir)
+        self._data_dir = data_dir
+        self._sources: dict[str, DataSource] = {}
+        if data_dir:
+            self._source_of(data_dir)
         self._loss = loss_of(config.loss)
         self._eval_loss = CrossEntropy() if self._loss.has_teacher else self._loss
-        self._eval_sources: dict[str, DataSource] = {}
         self._progress = StepProgress()
         self._generation: Generation | None = None
         self._failure = ""
@@ -98,12 +100,15 @@ class RankEngine:
         )
         self._backend.reserve_sms(config.cluster.communication_sms)
 
-    def _open_source(self, folder: str) -> DataSource:
-        reader, processor = TokenReader.open(folder), self._config.data.processor
-        vision = None
-        if processor is not None and reader.has_images:  # text alone needs neither a processor nor Pillow
-            vision = VisionLoader(reader, processor, device=self.device, on_item=self._on_item)
-        return DataSource(reader, vision)
+    def _source_of(self, folder: str) -> DataSource:
+        """The source of a folder, which stays open."""
+        if folder not in self._sources:
+            reader, processor = TokenReader.open(folder), self._config.data.processor
+            vision = None
+            if processor is not None and reader.has_images:  # text alone needs neither a processor nor Pillow
+                vision = VisionLoader(reader, processor, device=self.device, on_item=self._on_item)
+            self._sources[folder] = DataSource(reader, vision)
+        return self._sources[folder]
 
     @property
     def is_aborted(self) -> bool:
@@ -147,7 +152,7 @@ class RankEngine:
             module=module,
             optimizer=optimizer,
             wait=wait,
-            snapshots=Snapshots(module, optimizer, position=position, copies=self.copies),
+            copier=Copier(module, optimizer, position=position, copies=self.copies),
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
         return Joined(
@@ -217,20 +222,20 @@ class RankEngine:
         *,
         plan_hash: str,
         scores: RankProgram | None = None,
-        snapshot: StateId | None = None,
+        copy_as: StateId | None = None,
         kept: KeptStates = ALL_STATES,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
     ) -> DeviceReport:
         """Forward, backward, reduction and update of one global batch.
 
-        `scores`: the program's forward part (`Programs.forward_part`), which a loss of pairs runs first. `snapshot`:
+        `scores`: the program's forward part (`Programs.forward_part`), which a loss of pairs runs first. `copy_as`:
         name of a copy of the state after it, for which `copies` is needed. `kept`: states whose copies are still
         needed. `decoded`: images of the program; None: they are decoded here.
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
             CollectiveFailedError: other devices failed, or the generation was aborted. The model's contents are no
-                state of the run then; see `fill`.
+                state of the run then; see `load_copies`.
             DeviceLostError: this device is broken.
             RuntimeError: an earlier step failed.
         """
@@ -244,20 +249,21 @@ class RankEngine:
                 self.copies.drop(kept)
             self._progress.begin(batch.step)
             generation.optimizer.zero_grad(set_to_none=True)
-            generation.wait.seconds = generation.snapshots.seconds = 0.0
+            generation.wait.seconds = generation.copier.seconds = 0.0
             images: ImageSource | None = None
             broken: tuple[BadRow, ...] = ()
-            if self._vision is not None:
+            reader, vision = self._source_of(self._data_dir)
+            if vision is not None:
                 sum_over = generation.wait.timed()(generation.groups.sum)
-                batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
-            tokens = BatchTokens(self._reader, batch, scores_end=self._loss.scores_end)
+                batch, images, broken = vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
+            tokens = BatchTokens(reader, batch, scores_end=self._loss.scores_end)
             pairs = self._pairs(scores, batch, tokens=tokens, images=images)
             done = generation.interpreter.enqueue(program, tokens, images=images, loss=self._batch_loss(batch, pairs))
             release(generation.module)
             # The host waits for the device in the update, and nowhere before, unless pairs are summed up.
             numbers, update_s = self._update(batch, done.loss_sum, pairs=pairs)
-            if snapshot is not None:
-                generation.snapshots.take(snapshot)
+            if copy_as is not None:
+                generation.copier.take(copy_as)
             report = self._report(
                 batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
             )
@@ -336,7 +342,7 @@ class RankEngine:
         with self._whole_step(f"evaluation batch {batch.step}") as generation:
             self._progress.begin(batch.step)
             generation.optimizer.zero_grad(set_to_none=True)  # those of the last step take memory
-            source = self._eval_source(folder)
+            source = self._source_of(folder)
             images: ImageSource | None = None
             broken: tuple[BadRow, ...] = ()
             sum_over = generation.wait.timed()(generation.groups.sum)
@@ -361,12 +367,6 @@ class RankEngine:
             return {}
         terms = torch.cat([each.terms for each in own]).to(torch.promote_types(self.dtype, torch.float32))
         return {"pieces": tuple(piece for each in own for piece in each.pieces), "terms": terms.cpu().numpy()}
-
-    def _eval_source(self, folder: str) -> DataSource:
-        """The source of a folder, which stays open."""
-        if folder not in self._eval_sources:
-            self._eval_sources[folder] = self._open_source(folder)
-        return self._eval_sources[folder]
 
     def _report(
         self,
@@ -396,8 +396,8 @@ class RankEngine:
             memory_bytes=self._backend.memory_bytes(self.device),
             gather_s=done.gather_s,
             spans=(*done.spans, update),
-            snapshot_s=generation.snapshots.seconds,
-            copied=generation.snapshots.copied,
+            copy_s=generation.copier.seconds,
+            copied=generation.copier.copied,
             message_s=done.wait_s,
             broken=broken,
             source_losses=done.row_sums if position.tensor_rank == 0 else (),
@@ -419,21 +419,21 @@ class RankEngine:
         rate = learning_rate(batch.step, train)
         for group in generation.optimizer.param_groups:
             group["lr"] = rate
-        generation.snapshots.hold_update()  # the last copy may still be reading what is updated
+        generation.copier.hold_update()  # the last copy may still be reading what is updated
         loss, norm = update(generation.optimizer, sums, num_targets=num_targets, max_norm=train.grad_clip)
         return (loss if num_targets else None, norm, rate), clock.times(start, clock.mark())
 
-    def take_snapshot(self, state: StateId) -> StateId | None:
+    def copy_state(self, state: StateId) -> StateId | None:
         """Copy the model's and optimizer's contents, between steps, as `state`. Return the newest state with a complete
         copy: this one, unless there was no memory for it."""
-        snapshots = self.generation.snapshots
-        snapshots.take(state)
-        snapshots.settle()
-        return snapshots.copied
+        copier = self.generation.copier
+        copier.take(state)
+        copier.settle()
+        return copier.copied
 
-    def fill(self, sources: Sequence[Source]) -> None:
-        """Set parameters and optimizer state from copies of one state; see `snapshots.fill`."""
-        fill(self.generation.module, self.generation.optimizer, sources=sources)
+    def load_copies(self, sources: Sequence[Source]) -> None:
+        """Set parameters and optimizer state from copies of one state; see `copying.load_copies`."""
+        load_copies(self.generation.module, self.generation.optimizer, sources=sources)
 
     def beat(self) -> Beat:
         """Progress within the step; any thread may call it."""
@@ -466,7 +466,7 @@ class RankEngine:
     def _forget(self) -> None:
         """Drop everything of the last generation, its memory included."""
         if self._generation is not None:
-            self._generation.snapshots.abandon()
+            self._generation.copier.abandon()
             self._generation = None
         self._member.forget()
 

@@ -154,7 +154,7 @@ class DeviceReport:
     messages of attention and of other stages (`message_s`), gathers and reductions. It is NaN on accelerators, whose
     host does not wait; `message_s` is measured on their streams. `gather_s[m]`: seconds of gathers and reductions in
     microbatch m, NaN on accelerators.
-    `snapshot_s`: part of `step_s` spent waiting for
+    `copy_s`: part of `step_s` spent waiting for
     copies of the state. `copied`: newest state of which this device's copy is complete in its node's memory.
     `broken`: rows with images that this device could not decode. `source_losses`: sums of losses of this
     device's tokens, by source of a mixture; on the last stage's first tensor-parallel device alone. `pairs`: of a loss
@@ -175,7 +175,7 @@ class DeviceReport:
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
     message_s: float = math.nan
-    snapshot_s: float = 0.0
+    copy_s: float = 0.0
     copied: StateId | None = None
     broken: "tuple[BadRow, ...]" = ()
     source_losses: tuple[float, ...] = ()

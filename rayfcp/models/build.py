@@ -17,7 +17,7 @@ from rayfcp.cost.stages import split_layers
 from rayfcp.execute.parallel.groups import ProcessGroups
 from rayfcp.execute.parallel.sharding import local_shard, prefetch_next, shard, stage_mesh
 from rayfcp.execute.reports import ReadWeight
-from rayfcp.execute.state.snapshots import own_box
+from rayfcp.execute.state.copying import own_box
 from rayfcp.models.attention_hook import IMPLEMENTATION, compile_around_attention
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.library import (

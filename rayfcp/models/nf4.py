@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.parallel.sharding import local_shard
-from rayfcp.execute.state.snapshots import own_box
+from rayfcp.execute.state.copying import own_box
 from rayfcp.values.state import Box
 
 BLOCK = 64

@@ -27,8 +27,8 @@ from rayfcp.config.models import WEIGHT_SUFFIXES
 from rayfcp.data.hub import locate
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.reports import ReadWeight
+from rayfcp.execute.state.copying import own_box
 from rayfcp.execute.state.identity import contents_of, read_weight
-from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.library import (
     QUANTIZATION,
     REWARD_HEAD,

@@ -42,7 +42,7 @@ class FaultActions:
             Kind.FULL_DISK: lambda _: self._command(Command.FULL_DISK),
             Kind.TORN_FILE: self._tear,
             Kind.PLANNER_KILL: lambda target: self._kill_actor("Planner", target),
-            Kind.STORE_KILL: lambda target: self._kill_actor("SnapshotStore", target),
+            Kind.STORE_KILL: lambda target: self._kill_actor("CopyStore", target),
             Kind.CONTROLLER_KILL: lambda target: self._kill_actor("Controller", target),
         }
 
@@ -93,10 +93,10 @@ class FaultActions:
         newest = self._progress.until(lambda: folder.complete()[1:], what="two checkpoints to be there")[-1]
         torn = _drawn(sorted(newest.glob("*.distcp")), target)
         os.truncate(torn, torn.stat().st_size // 2)
-        for each in (*living("SnapshotStore"), *living("Worker")):
+        for each in (*living("CopyStore"), *living("Worker")):
             os.kill(each.pid, signal.SIGKILL)
         forget_memory(self._progress.run_dir)
-        return f"{newest.name}/{torn.name}, all workers and snapshot stores killed and their copies removed"
+        return f"{newest.name}/{torn.name}, all workers and copy stores killed and their copies removed"
 
     def _remove_node(self, target: int) -> str:
         victim = _drawn(self._on_nodes(), target)

@@ -21,7 +21,7 @@ class Kind(StrEnum):
     FULL_DISK = "full disk"
     TORN_FILE = "torn file"
     PLANNER_KILL = "planner kill"
-    STORE_KILL = "snapshot store kill"
+    STORE_KILL = "copy store kill"
     CONTROLLER_KILL = "controller kill"
 
 

@@ -10,7 +10,7 @@ import ray
 
 from jobs.bench.faults import BEGAN, ENDED, Moments
 from rayfcp.cluster.facts.devices import DeviceFacts
-from rayfcp.cluster.recovery.store import SnapshotStore
+from rayfcp.cluster.recovery.store import CopyStore
 from rayfcp.cluster.runtime import Rendezvous
 from rayfcp.cluster.workers.worker import DeviceWorker
 from rayfcp.config import Config
@@ -55,7 +55,7 @@ class ChaosWorker(DeviceWorker):
         return report
 
 
-class ChaosStore(SnapshotStore):
+class ChaosStore(CopyStore):
     """A store whose disk can fail."""
 
     def __init__(self, config: Config, *, run: str) -> None:

@@ -12,7 +12,7 @@ import ray
 from rayfcp.cluster.facts.devices import DeviceFacts
 from rayfcp.cluster.facts.nodes import NodeWatch
 from rayfcp.cluster.recovery.history import History
-from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
+from rayfcp.cluster.recovery.stores import CopyStores, copies_name
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.cluster.workers.worker import DeviceWorker
@@ -129,10 +129,10 @@ def light_history(config: Config) -> History:
     return history
 
 
-def light_stores(config: Config, *, run_key: str) -> SnapshotStores:
+def light_stores(config: Config, *, run_key: str) -> CopyStores:
     runtime = RayRuntime()
     nodes = NodeWatch(runtime, every_s=config.elastic.look_every_s)
-    return SnapshotStores(config, runtime=runtime, run_key=run_key, history=light_history(config), nodes=nodes)
+    return CopyStores(config, runtime=runtime, run_key=run_key, history=light_history(config), nodes=nodes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Three nodes of an own Ray, in a process of its own: snapshot stores on other nodes, a drain notice, a lost node.
+"""Three nodes of an own Ray, in a process of its own: copy stores on other nodes, a drain notice, a lost node.
 
 Writes what it finds as JSON to the file it is given, for `test_nodes`.
 """
@@ -17,7 +17,7 @@ from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.calls import GroupFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
@@ -29,15 +29,15 @@ from tests.waiting import PATIENCE_S, until
 DRAIN_S = 60.0
 
 
-def send_copies(worker_group: WorkerGroup, snapshot_stores: SnapshotStores) -> bool:
+def send_copies(worker_group: WorkerGroup, copy_stores: CopyStores) -> bool:
     """Each device makes one, and each node sends those of its own to the other; whether they arrived."""
     numbers: dict[str, list[int]] = {}
     for number, member in enumerate(worker_group.members):
         header = shard(1, number=number, num_devices=2)
         ray.get(member.handle.keep.remote(header, bytes_of(header)))
         numbers.setdefault(member.facts.node_id, []).append(number)
-    until(lambda: (pushes := snapshot_stores.push(header.state, numbers)) is not None and bool(ray.get(pushes)))
-    copies = ray.get([store.shard_copies.remote() for store in snapshot_stores.stores.values()])
+    until(lambda: (pushes := copy_stores.push(header.state, numbers)) is not None and bool(ray.get(pushes)))
+    copies = ray.get([store.shard_copies.remote() for store in copy_stores.stores.values()])
     return [[each.header.number for each in found] for found in copies] == [[0, 1], [0, 1]]
 
 
@@ -60,12 +60,12 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
-    snapshot_stores = light_stores(config, run_key="nodes")
-    worker_group = WorkerGroup(start, start.open_all(), kill=snapshot_stores.kill)
+    copy_stores = light_stores(config, run_key="nodes")
+    worker_group = WorkerGroup(start, start.open_all(), kill=copy_stores.kill)
     pending = PendingWorkers(start)
-    snapshot_stores.assign(worker_group.members)
+    copy_stores.assign(worker_group.members)
     found: dict[str, Any] = {"spread": len({fact.node_id for fact in worker_group.facts})}
-    found["kept_elsewhere"] = send_copies(worker_group, snapshot_stores)
+    found["kept_elsewhere"] = send_copies(worker_group, copy_stores)
     node_of = {number: fact.node_id for number, fact in enumerate(worker_group.facts)}
     pending.want(1, in_use=2)
     found["pending"] = [len(pending.requested_s), len(pending.ready())]
@@ -84,12 +84,12 @@ def main() -> None:
         worker_group.get(refs)
     except GroupFailedError as error:
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
-    left = snapshot_stores.newest_state(worker_group.all, up_to=1)
+    left = copy_stores.newest_state(worker_group.all, up_to=1)
     found["copies_left"] = [copy.node_id != second.node_id for copy in left.copies]
     found["living"] = ray.get([worker.value.remote(5) for worker in worker_group.workers], timeout=PATIENCE_S)
     pending.end()
     worker_group.end()
-    snapshot_stores.end()
+    copy_stores.end()
     Path(sys.argv[1]).write_text(json.dumps(found))
     ray.shutdown()
     cluster.shutdown()

@@ -168,7 +168,7 @@ def test_a_second_sigterm_ends_a_run_that_does_not_answer(started: Callable[...,
 
 def holders_of_copies() -> set[int]:
     """Processes below this one that write or give copies of a state."""
-    return {*descendants("ray::DeviceWorker"), *descendants("ray::SnapshotStore")}
+    return {*descendants("ray::DeviceWorker"), *descendants("ray::CopyStore")}
 
 
 def test_a_run_all_of_whose_processes_died_goes_on_from_memory(started: Callable[..., Command], tmp_path: Path) -> None:

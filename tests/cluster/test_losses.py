@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from rayfcp.cluster.recovery.store import SnapshotStore
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.store import CopyStore
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.runtime.lifetime import OrphanWatch, keep_alive
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
@@ -31,29 +31,29 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, SnapshotStores]]:
-    """A worker_group, those who fill its gaps, and snapshot stores that end processes."""
+def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, CopyStores]]:
+    """A worker_group, those who fill its gaps, and copy stores that end processes."""
     with free_cpus_again():
         start = light_start(config, run_key="losses")
-        snapshot_stores = light_stores(config, run_key="losses")
-        worker_group = WorkerGroup(start, start.open_all(), kill=snapshot_stores.kill)
+        copy_stores = light_stores(config, run_key="losses")
+        worker_group = WorkerGroup(start, start.open_all(), kill=copy_stores.kill)
         pending = PendingWorkers(start)
-        yield worker_group, pending, snapshot_stores
+        yield worker_group, pending, copy_stores
         pids = [fact.pid for fact in worker_group.facts]
         pending.end()
         worker_group.end()
-        snapshot_stores.end()
+        copy_stores.end()
         until(lambda: not any(map(lives, pids)))
 
 
 @pytest.fixture
-def worker_group(company: tuple[WorkerGroup, PendingWorkers, SnapshotStores]) -> Iterator[WorkerGroup]:
+def worker_group(company: tuple[WorkerGroup, PendingWorkers, CopyStores]) -> Iterator[WorkerGroup]:
     """Three idle members; none of those lost lives on."""
-    worker_group, pending, snapshot_stores = company
+    worker_group, pending, copy_stores = company
     pending.want(3 - len(worker_group), in_use=len(worker_group))
     until(lambda: worker_group.standby.extend(pending.ready()) or len(worker_group.all) == 3)
     worker_group.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in worker_group.all])
-    snapshot_stores.assign(worker_group.members)
+    copy_stores.assign(worker_group.members)
     worker_group.call(lambda _, worker: worker.abort.remote())
     worker_group.call(lambda _, worker: worker.rest.remote())
     pids = {fact.pid for fact in worker_group.facts}
@@ -93,7 +93,7 @@ def test_a_killed_worker_is_named_and_the_others_are_free(worker_group: WorkerGr
 
 
 def test_a_stopped_worker_is_hung_and_killed(worker_group: WorkerGroup) -> None:
-    """Ray cannot end a process that is stopped: its snapshot store does."""
+    """Ray cannot end a process that is stopped: its copy store does."""
     hanging = worker_group.members[1]
     refs = [worker.exchange.remote() for worker in worker_group.workers]
     os.kill(hanging.facts.pid, signal.SIGSTOP)
@@ -144,8 +144,8 @@ class ImpatientWorker(Impatient, LightWorker):
     """A worker without calls for long."""
 
 
-class ImpatientStore(Impatient, SnapshotStore):
-    """A snapshot store without calls for long."""
+class ImpatientStore(Impatient, CopyStore):
+    """A copy store without calls for long."""
 
 
 def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:

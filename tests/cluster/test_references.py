@@ -60,6 +60,7 @@ class Computed:
         self._cache, self._factor = cache, factor
         self.asked: dict[str, list[int]] = {}
         self.configs: list[Config] = []
+        self.wanted: list[Evaluation] = []
 
     def __call__(self, config: Config, wanted: Evaluation, **given: Any) -> Evaluated:
         data = open_evaluation(config, wanted)
@@ -72,6 +73,7 @@ class Computed:
                 sums[name][sample.id] = self._factor * sample.id
         self.asked = {name: np.flatnonzero(~np.isnan(each[::2])).tolist() for name, each in sums.items()}
         self.configs.append(config)
+        self.wanted.append(wanted)
         return Evaluated(step=0, results={}, seconds=0.0, sums=sums, terms={})
 
     def of(self, config: Config) -> Sums:
@@ -166,9 +168,10 @@ def test_evaluation_sets_have_sums_of_what_is_evaluated(folder: Path) -> None:
     assert (sums["train"] == sums[TRAINING])[np.isfinite(sums[TRAINING])].all()
     computed.of(config.changed(eval={"batches": 2}))
     assert {name: len(pairs) for name, pairs in computed.asked.items()}.get("eval.val") == PER_STEP
-    (own,) = {each.run_dir for each in computed.configs}
-    assert own == str(Path(config.run_dir) / ".reference" / "run")
-    assert {each.checkpoint.resume for each in computed.configs} == {"never"}, "never of trained weights"
+    folders = {each.run_dir for each in computed.configs}
+    assert {str(Path(each).parent) for each in folders} == {str(Path(config.run_dir) / ".reference")}
+    assert len(folders) == len(computed.configs), "one each"
+    assert not any(each.checkpoint for each in computed.wanted), "never of trained weights"
 
 
 def test_broken_files_and_numbers(folder: Path) -> None:

@@ -241,7 +241,7 @@ def test_copies_that_may_not_be_complete_are_not_written_after_a_loss(run: Run) 
 
 def test_a_store_that_is_lost_is_replaced_and_the_last_checkpoint_written_again(run: Run) -> None:
     run.save(2, ActorLostError("its process died"))
-    said = "checkpoint of step 2 could not be written: the snapshot store on node-0 is lost: its process died"
+    said = "checkpoint of step 2 could not be written: the copy store on node-0 is lost: its process died"
     assert run.steps == [] and run.said == [said] and run.devices.replaced == ["node-0"]
     run.devices.runtime.errors = [ActorLostError("its process died")] * 2
     assert run.saver.last(3) is not None and run.steps == [3]

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
-from rayfcp.cluster.recovery.store import SnapshotStore
+from rayfcp.cluster.recovery.store import CopyStore
 from rayfcp.cluster.tools.exporting import export_run
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import SavedPart
@@ -42,7 +42,7 @@ FIRST = 3
 """Step of the first checkpoint of runs with storage that is slow."""
 
 
-class TroubledStore(SnapshotStore):
+class TroubledStore(CopyStore):
     """Writes nothing while the run's folder has a file `slow`, and finds the disk full in the next write after that."""
 
     def __init__(self, config: Config, *, run: str) -> None:

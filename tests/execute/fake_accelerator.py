@@ -31,7 +31,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from rayfcp.execute.state import snapshots
+from rayfcp.execute.state import copying
 from rayfcp.values import devices
 
 GIB = 1 << 30
@@ -350,7 +350,7 @@ class Accelerator:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context in which tensors may be on the device; this thread also does what is for other threads."""
-        with self.mode, mock.patch.object(snapshots, "ThreadPoolExecutor", _HereAndNow):
+        with self.mode, mock.patch.object(copying, "ThreadPoolExecutor", _HereAndNow):
             yield
 
 

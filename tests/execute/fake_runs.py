@@ -28,7 +28,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.kernels import Pairs
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.execute.state.snapshots import Source
+from rayfcp.execute.state.copying import Source
 from rayfcp.models.build import Initializer, sharded_model
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.program import RankProgram, lower
@@ -87,18 +87,18 @@ def program_of(num_ranks: int, *, recomputed: int = 1) -> RankProgram:
     return lower(plan, sequences)[0]
 
 
-def step(engine: RankEngine, program: RankProgram, number: int, *, snapshot: StateId | None = None) -> Any:
+def step(engine: RankEngine, program: RankProgram, number: int, *, copy_as: StateId | None = None) -> Any:
     """One step on the batch."""
     batch = GlobalBatch(step=number, epoch=0, samples=BATCH)
-    return engine.run_step(program, batch, plan_hash=program.plan_hash, snapshot=snapshot)
+    return engine.run_step(program, batch, plan_hash=program.plan_hash, copy_as=copy_as)
 
 
 def rings(at: Accelerator) -> Found:
     """Steps of rank 0 of 3 with copies of the state; a rehearsal; the memory left after an abort."""
     with joined(at, MeshPosition(rank=0, num_ranks=3)) as engine:
-        step(engine, program_of(3), 1, snapshot=StateId(version=1, generation=0))
+        step(engine, program_of(3), 1, copy_as=StateId(version=1, generation=0))
         ran = at.operators.copy()
-        report = step(engine, program_of(3), 2, snapshot=StateId(version=2, generation=0))
+        report = step(engine, program_of(3), 2, copy_as=StateId(version=2, generation=0))
         ran = at.operators - ran
         assert engine.copies is not None
         held = [header.num_bytes for header in engine.copies.headers()]
@@ -133,14 +133,14 @@ def one_rank(at: Accelerator) -> Found:
     """A rank alone: a step, a checkpoint and its load, a restore from a copy."""
     state = StateId(version=1, generation=0)
     with joined(at, MeshPosition(rank=0, num_ranks=1)) as engine, tempfile.TemporaryDirectory() as folder:
-        report = step(engine, program_of(1), 1, snapshot=state)
+        report = step(engine, program_of(1), 1, copy_as=state)
         copies = engine.copies
         assert copies is not None
         (header,) = copies.headers()
         saved = save(copies, state, nodes=[[0]], folder=Path(folder) / "saved")
         engine.load(f"{folder}/saved")
         read = partial(copies.read, state, 0)
-        engine.fill([Source(header=header, read=lambda wanted, into: read(wanted=wanted, into=into))])
+        engine.load_copies([Source(header=header, read=lambda wanted, into: read(wanted=wanted, into=into))])
         kinds = sorted({entry.kind for entry in header.entries})
         again = step(engine, program_of(1), 2)
     return {"loss": [report.loss, again.loss], "saved": len(saved), "kinds": kinds}

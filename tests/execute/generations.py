@@ -21,7 +21,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError, DeviceReport
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.execute.state.snapshots import Source
+from rayfcp.execute.state.copying import Source
 from rayfcp.models.build import sharded_model
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
@@ -103,9 +103,9 @@ class Device:
         program = programs[position.stage * position.num_ranks + position.rank]
         return self.engine.run_step(program, batch, plan_hash=program.plan_hash, **options)
 
-    def fill(self, state: StateId) -> None:
+    def load_copies(self, state: StateId) -> None:
         """From all copies of a state, also those whose writers are dead."""
-        self.engine.fill([self._source(header) for header in self.copies.headers() if header.state == state])
+        self.engine.load_copies([self._source(header) for header in self.copies.headers() if header.state == state])
 
     def _source(self, header: ShardHeader) -> Source:
         read = partial(self.copies.read, header.state, header.number)
@@ -132,9 +132,9 @@ class Member(Device):
         before = generation.steps[0] - 1
         self.join(position, store=dist.PrefixStore(str(index), self._client), empty=index > 0)
         if index > 0:
-            self.fill(StateId(version=before, generation=index - 1))
+            self.load_copies(StateId(version=before, generation=index - 1))
         state = StateId(version=before, generation=index)
-        assert self.engine.take_snapshot(state) == state
+        assert self.engine.copy_state(state) == state
         for step in generation.steps:
             self._step(step, index=index)
         if generation.end == "leave":
@@ -145,7 +145,7 @@ class Member(Device):
     def _step(self, step: int, *, index: int) -> None:
         state, oldest = (StateId(version=version, generation=index) for version in (step, step - 2))
         kept = KeptStates(since=oldest)
-        report = self.step(step, snapshot=state, kept=kept)
+        report = self.step(step, copy_as=state, kept=kept)
         assert report.copied == state
         if self.position.device == 0:
             self.copies.drop(kept, of_dead=True)  # all have taken up what they need: they have made a step
@@ -156,7 +156,7 @@ class Member(Device):
                 "step": step,
                 "loss": report.loss,
                 "norm": report.grad_norm,
-                "snapshot_s": report.snapshot_s,
+                "copy_s": report.copy_s,
                 "copies": len([*self.copies.path.glob("*.*")]),
                 "beat": (beat.step, beat.waiting, beat.num_done > 0),
                 "threads": len(list(Path("/proc/self/task").iterdir())),

@@ -39,9 +39,9 @@ from rayfcp.execute.optimization import make_optimizer, totals, update
 from rayfcp.execute.parallel import transport as transports
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.transport import AttentionStats, DistributedTransport, Fabric, Pipes
-from rayfcp.execute.state import snapshots as snapshot_module
+from rayfcp.execute.state import copying
 from rayfcp.execute.state.copies import CopyFolder, NewCopy
-from rayfcp.execute.state.snapshots import Snapshots
+from rayfcp.execute.state.copying import Copier
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.program import Piece, Receive, Send, StageFlow, lower, lower_reshuffle
 from rayfcp.values import Block, GlobalBatch, Layout, Round, Sample, Transfer
@@ -189,7 +189,7 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
         interpreter = Interpreter(transport=transport, kernel=kernel, model=model, device=device)
         optimizer, place = make_optimizer(model, TrainConfig()), MeshPosition(rank=0, num_ranks=1)
         copies = Copies(Path(folder) / str(rank))
-        snapshots = Snapshots(model, optimizer, position=place, copies=copies)
+        copier = Copier(model, optimizer, position=place, copies=copies)
         alone = SimpleNamespace(
             position=place, device=device, tensor=None, pipe_forward=None, sum=ordered_device.all_reduce
         )
@@ -200,13 +200,13 @@ def steps(case: Case = RINGS, num_steps: int = 1) -> list[Device]:
             done = interpreter.enqueue(programs[rank], CaseTokens(case), loss=loss)
             grads = {name: each.grad.inner.clone() for name, each in model.named_parameters()}
             sums = totals(alone, model, loss_sum=done.loss_sum)
-            snapshots.hold_update()
+            copier.hold_update()
             update(optimizer, sums, num_targets=case.num_targets, max_norm=1e-3)
             with torch.no_grad():  # the host has waited for the update; copies are ordered after any writes
                 torch._foreach_mul_(list(model.parameters()), 1.0)
-            snapshots.take(StateId(version=version, generation=0))
+            copier.take(StateId(version=version, generation=0))
             found.setdefault(rank, (done.read().loss_sum, grads))
-        snapshots.settle()
+        copier.settle()
 
     with TemporaryDirectory() as folder:
         devices = on_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
@@ -267,9 +267,9 @@ def engine() -> list[Device]:
             for step in range(1, 3):
                 batch = GlobalBatch(step=step, epoch=0, samples=tuple(samples))
                 copy = StateId(version=step, generation=0)
-                report = one.run_step(program, batch, plan_hash=program.plan_hash, snapshot=copy)
+                report = one.run_step(program, batch, plan_hash=program.plan_hash, copy_as=copy)
                 assert math.isfinite(report.loss) and report.grad_norm > 1e-3
-            assert one.take_snapshot(copy) == copy
+            assert one.copy_state(copy) == copy
         dist.destroy_process_group()
 
     return on_ranks(work, num_ranks=1, fabric=Fabric(1))
@@ -347,7 +347,7 @@ def _own_stream(self: DistributedTransport, *, after_compute: bool) -> Iterator[
         yield
 
 
-def _at_once(self: Snapshots) -> None:
+def _at_once(self: Copier) -> None:
     """`settle` that publishes what may still be copied."""
     if self._pending is not None:
         (new, _), self._pending = self._pending, None
@@ -394,7 +394,7 @@ PLANTS: dict[str, tuple[Callable[[], list[Device]], Plant]] = {
         scattered_blocks, lambda: mock.patch.object(schedules, "rows_of", _shared)),
     "the host reads a copy that is on its way": (
         lambda: steps(ALONE, num_steps=2),
-        lambda: mock.patch.multiple(Snapshots, settle=_at_once, _settle_later=lambda *_: None)),
+        lambda: mock.patch.multiple(Copier, settle=_at_once, _settle_later=lambda *_: None)),
     "a pinned buffer is emptied before it is full": (
         lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Event, "synchronize", _wait_in_main)),
     "a pinned buffer is filled before it is empty": (
@@ -402,7 +402,7 @@ PLANTS: dict[str, tuple[Callable[[], list[Device]], Plant]] = {
     "a copy is published before the device has made it": (
         straight_copies, lambda: mock.patch.object(Event, "synchronize", _wait_in_main)),
     "an update does not wait for the copy": (
-        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Snapshots, "hold_update", lambda self: None)),
+        lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Copier, "hold_update", lambda self: None)),
     "a copy does not wait for the update": (
         lambda: steps(ALONE, num_steps=2), lambda: mock.patch.object(Stream, "wait_event", lambda *_: None)),
     "computation does not wait for gathered parameters": (
@@ -420,7 +420,7 @@ def main(path: str) -> None:
     with (
         ordered_device.install(),
         ordered_threads.installed(),
-        mock.patch.object(snapshot_module, "BOUNCE_BYTES", 4096),  # so that most tensors take several turns
+        mock.patch.object(copying, "BOUNCE_BYTES", 4096),  # so that most tensors take several turns
     ):
         for run in RUNS:
             found[run.__name__] = [*dict.fromkeys(fault for device in run() for fault in device.order.faults)]

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from rayfcp.execute.state import snapshots
+from rayfcp.execute.state import copying
 from tests.execute import ordered_device
 from tests.execute.ordered_device import COMPUTE, HostOperators, Stream, here
 from tests.execute.ordering import HOST, Clock, host, host_thread
@@ -101,5 +101,5 @@ class Lock:
 @contextmanager
 def installed() -> Iterator[None]:
     """Context in which copies of the state are made by these."""
-    with mock.patch.multiple(snapshots, ThreadPoolExecutor=Executor, threading=SimpleNamespace(Lock=Lock)):
+    with mock.patch.multiple(copying, ThreadPoolExecutor=Executor, threading=SimpleNamespace(Lock=Lock)):
         yield

@@ -96,7 +96,7 @@ def test_a_checkpoint_has_adapters_only_and_gives_the_same_model(device: Device,
     for step in (1, 2):
         device.step(step)
     state = StateId(version=2, generation=9)
-    assert device.engine.take_snapshot(state) == state
+    assert device.engine.copy_state(state) == state
     (header,) = [each for each in device.copies.headers() if each.state == state]
     trained = {name for name, each in device.model.named_parameters() if each.requires_grad}
     assert {entry.name for entry in header.entries} == trained and all(".lora_" in name for name in trained)

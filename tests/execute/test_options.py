@@ -17,7 +17,7 @@ from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state import checkpoint
 from rayfcp.execute.state.checkpoint import changed_options
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.execute.state.snapshots import Snapshots, Source
+from rayfcp.execute.state.copying import Copier, Source
 from rayfcp.models.library import make_library_model, narrowed
 from rayfcp.values.state import StateId
 from tests.execute.saving import save
@@ -61,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for number in (1, 2):
             step(rank, number)
         generation = rank.engine.generation
-        Snapshots(generation.module, generation.optimizer, position=rank.engine.position, copies=copies).take(STATE)
+        Copier(generation.module, generation.optimizer, position=rank.engine.position, copies=copies).take(STATE)
     save(copies, STATE, nodes=[[0]], folder=folder / "usual", train=config.train)
     known = checkpoint.options_of
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def test_a_state_brings_no_options_with_it(saved: Path) -> None:
         held = Source(header=header, read=lambda wanted, into: copies.read(STATE, 0, wanted=wanted, into=into))
         found = []
         for read in (
-            partial(rank.engine.fill, [held]),
+            partial(rank.engine.load_copies, [held]),
             partial(rank.engine.load, str(saved / "usual")),
             partial(rank.engine.load, str(saved / "foreign")),
         ):
@@ -124,7 +124,7 @@ def test_a_state_before_the_first_update_has_no_options(tmp_path: Path) -> None:
     config, copies, first = config_of(), CopyFolder(tmp_path / "copies"), StateId(version=0, generation=0)
     with alone(config, device=torch.device("cpu"), lengths=(9, 5)) as rank:
         generation = rank.engine.generation
-        Snapshots(generation.module, generation.optimizer, position=rank.engine.position, copies=copies).take(first)
+        Copier(generation.module, generation.optimizer, position=rank.engine.position, copies=copies).take(first)
     save(copies, first, nodes=[[0]], folder=tmp_path / "saved", train=config.train)
     assert changed_options(tmp_path / "saved", step=0, config=config_of(**OTHERS).train) == []
 

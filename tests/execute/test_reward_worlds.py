@@ -125,7 +125,7 @@ def _train(number: int, client: dist.Store, folder: Path, what: str) -> dict[int
             if step > 1:
                 made.engine.load(str(folder / f"{what}-{step - 1}"))
             found[step] = _step(made, step)
-            assert made.engine.take_snapshot(state) == state
+            assert made.engine.copy_state(state) == state
             made.engine.close()
         wait_for_all(client, f"{what} copied {step}", number=number, size=SIZE)
         if number == 0:

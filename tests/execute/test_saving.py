@@ -18,8 +18,8 @@ from rayfcp.config import Config
 from rayfcp.execute.reports import find_damage, find_wrong_size, sum_files
 from rayfcp.execute.state.checkpoint import COMMON, METADATA, write_index
 from rayfcp.execute.state.copies import CopyFolder
+from rayfcp.execute.state.copying import Copier
 from rayfcp.execute.state.saving import CopyMissingError, SaveError, write_part
-from rayfcp.execute.state.snapshots import Snapshots
 from rayfcp.values.state import BUFFER, ITEMSIZES, PARAMETER, Box, KeptStates, ShardEntry, ShardHeader, StateId
 from tests.examples import examples
 from tests.execute.copying import vector, write
@@ -128,7 +128,7 @@ def trained(rank: Alone, copies: CopyFolder, *, steps: int) -> None:
     for step in range(1, steps + 1):
         engine.run_step(program, rank.batch(step, (0, 1)), plan_hash=program.plan_hash)
     generation = engine.generation
-    Snapshots(generation.module, generation.optimizer, position=engine.position, copies=copies).take(
+    Copier(generation.module, generation.optimizer, position=engine.position, copies=copies).take(
         StateId(version=steps, generation=0)
     )
     generation.optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from rayfcp.config import Config
 from rayfcp.config.architecture import VISION_FAMILIES
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.execute.state.snapshots import Snapshots
+from rayfcp.execute.state.copying import Copier
 from rayfcp.values.state import StateId
 from tests.execute.saving import save
 
@@ -53,9 +53,9 @@ def test_steps_without_images(family: str, freeze: bool, tmp_path: Path) -> None
         assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
         assert bool(held & first.keys()) != freeze
         with pytest.raises(RuntimeError, match="without a folder for copies"):
-            engine.take_snapshot(StateId(version=2, generation=0))
+            engine.copy_state(StateId(version=2, generation=0))
         module, copies = engine.generation.module, CopyFolder(tmp_path / "copies")
-        Snapshots(module, optimizer, position=engine.position, copies=copies).take(StateId(version=2, generation=0))
+        Copier(module, optimizer, position=engine.position, copies=copies).take(StateId(version=2, generation=0))
         (header,) = copies.headers()
         assert {entry.name for entry in header.entries} == {
             name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad

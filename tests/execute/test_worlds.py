@@ -150,7 +150,7 @@ def _train(number: int, client: dist.Store, folder: Path, gather_every: str) -> 
                 made.engine.load(str(folder / f"saved-{index - 1}"))
             done += [made.step(STEPS * index + each) | {"world": index} for each in range(1, STEPS + 1)]
             state = StateId(version=STEPS * (index + 1), generation=index)
-            assert made.engine.take_snapshot(state) == state
+            assert made.engine.copy_state(state) == state
             made.engine.close()
         wait_for_all(client, f"copied-{index}", number=number, size=NUM_PROCESSES + 1)
         if number == 0:

@@ -13,7 +13,7 @@ from rayfcp.config.models import ModelConfig, TrainConfig
 from rayfcp.execute.optimization import make_optimizer
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.state.copies import CopyFolder
-from rayfcp.execute.state.snapshots import Snapshots
+from rayfcp.execute.state.copying import Copier
 from rayfcp.models.build import sharded_model
 from rayfcp.models.export import export_checkpoint
 from rayfcp.values import StateId
@@ -53,7 +53,7 @@ def _save(folder: Path, world: ProcessGroups) -> None:
     model = sharded_model(AutoConfig.from_pretrained(folder / "first"), run=run, seed=0, world=world)
     state, copies = StateId(version=0, generation=0), CopyFolder(folder / "copies")
     optimizer = make_optimizer(model, TrainConfig())
-    Snapshots(model, optimizer, position=world.position, copies=copies).take(state)
+    Copier(model, optimizer, position=world.position, copies=copies).take(state)
     dist.barrier(world.control)
     if world.position.device == 0:
         save(copies, state, nodes=[[number] for number in range(NUM_DEVICES)], folder=folder / "checkpoint")

@@ -24,7 +24,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.state.snapshots import own_box
+from rayfcp.execute.state.copying import own_box
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import profile_of

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.reports import ReadWeight
+from rayfcp.execute.state.copying import own_box
 from rayfcp.execute.state.identity import contents_of
-from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models import pretrained
 from rayfcp.models.build import sharded_model
 from rayfcp.models.library import vision_family

@@ -12,7 +12,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import keep_gathered, local_shard, release
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.execute.state.snapshots import own_box
+from rayfcp.execute.state.copying import own_box
 from rayfcp.models.build import sharded_model
 from rayfcp.models.pretrained import read
 from rayfcp.program import lower

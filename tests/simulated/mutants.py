@@ -65,7 +65,7 @@ LOGGING = {
     "log",
     "set_standing_by",
     "set_checkpoint",
-    "set_snapshot",
+    "set_copy",
     "set_process_groups",
 }
 """Calls that only log or report."""

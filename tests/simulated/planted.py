@@ -19,7 +19,7 @@ from rayfcp.cluster.checkpoints.resuming import Resume
 from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.jobs.train import TrainJob
 from rayfcp.cluster.recovery.replication import Replication
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.session.devices import Devices
 from rayfcp.cluster.session.session import Session
 from rayfcp.cluster.workers.calls import GroupCall
@@ -43,13 +43,13 @@ def _torn_copies() -> AbstractContextManager[Any]:
 
 def _one_node_forgotten() -> AbstractContextManager[Any]:
     """A node whose processes are all dead is not asked for its copies."""
-    newest = SnapshotStores.newest_state
+    newest = CopyStores.newest_state
 
-    def newest_state(self: SnapshotStores, members: Any, *, up_to: int) -> Any:
-        with patch.object(SnapshotStores, "_start", lambda self, nodes: None):
+    def newest_state(self: CopyStores, members: Any, *, up_to: int) -> Any:
+        with patch.object(CopyStores, "_start", lambda self, nodes: None):
             return newest(self, members, up_to=up_to)
 
-    return patch.object(SnapshotStores, "newest_state", newest_state)
+    return patch.object(CopyStores, "newest_state", newest_state)
 
 
 def _kept_after_the_end() -> AbstractContextManager[Any]:
@@ -160,12 +160,12 @@ def _safe_though_lost() -> AbstractContextManager[Any]:
 
 def _unlogged_steps() -> AbstractContextManager[Any]:
     """A run goes on from a state of steps that are not in its log (0b538bb)."""
-    newest = SnapshotStores.newest_state
+    newest = CopyStores.newest_state
 
-    def unlogged(self: SnapshotStores, members: Any, *, up_to: int) -> Any:
+    def unlogged(self: CopyStores, members: Any, *, up_to: int) -> Any:
         return newest(self, members, up_to=10**6)
 
-    return patch.object(SnapshotStores, "newest_state", unlogged)
+    return patch.object(CopyStores, "newest_state", unlogged)
 
 
 def _dispatch_unsafe() -> AbstractContextManager[Any]:
@@ -174,17 +174,17 @@ def _dispatch_unsafe() -> AbstractContextManager[Any]:
 
 
 def _nobody_kept_alive() -> AbstractContextManager[Any]:
-    """Snapshot stores are started, but not kept alive, and take themselves for orphans."""
-    init = SnapshotStores.__init__
+    """Copy stores are started, but not kept alive, and take themselves for orphans."""
+    init = CopyStores.__init__
 
-    def closed(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
+    def closed(self: CopyStores, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._stop_beats()
 
     def silent(self: WorkerStart, id: str, handle: Any) -> None:
         self._held[id] = handle
 
-    return _all(patch.object(SnapshotStores, "__init__", closed), patch.object(WorkerStart, "hold", silent))
+    return _all(patch.object(CopyStores, "__init__", closed), patch.object(WorkerStart, "hold", silent))
 
 
 def _orphans() -> AbstractContextManager[Any]:
@@ -291,7 +291,7 @@ def _planner_dies_starting() -> AbstractContextManager[Any]:
 
 
 def _dead_nodes_keep() -> AbstractContextManager[Any]:
-    """Snapshot stores are started on nodes whose standby workers are dead (found by this simulation)."""
+    """Copy stores are started on nodes whose standby workers are dead (found by this simulation)."""
     return patch.object(WorkerGroup, "drop_dead", lambda self: None)
 
 

@@ -1,4 +1,4 @@
-"""Snapshot stores of simulated runs, the memory of nodes, and the end of processes that nobody calls."""
+"""Copy stores of simulated runs, the memory of nodes, and the end of processes that nobody calls."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.recovery.store import SnapshotStore, StoreFacts
+from rayfcp.cluster.recovery.store import CopyStore, StoreFacts
 from rayfcp.execute.reports import FileSum, SavedPart, SavedTensor
 from rayfcp.execute.state.copies import COPY, CopyFolder, CopyGoneError, NewCopy
 from rayfcp.execute.state.saving import CopyMissingError, SaveError, write_shard
@@ -78,7 +78,7 @@ class SimulatedCopies(CopyFolder):
         return {int(name.split("-")[0]) for name in self._names(COPY)}
 
 
-class SimulatedStore(SnapshotStore):
+class SimulatedStore(CopyStore):
     """The real store, but for its surroundings: node, process, orphan watch, signals, sockets."""
 
     CONCURRENT = frozenset(

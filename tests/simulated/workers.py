@@ -242,7 +242,7 @@ class SimulatedWorker:
         self._behavior.on_leave()
         return self._meet("leave", left)
 
-    def fill(self, sources: Sequence[ShardCopy]) -> Deferred:
+    def load_copies(self, sources: Sequence[ShardCopy]) -> Deferred:
         """Fetch from copies on this node first, then in the order given, one source after the other."""
         assert self.generation is not None
         order = sorted(sources, key=lambda each: each.node_id != self.actor.process.node)
@@ -288,7 +288,7 @@ class SimulatedWorker:
     def time_passes(self, shapes: Any) -> Deferred:
         return self._meet(f"time {self._done}", list)
 
-    def take_snapshot(self, state: StateId) -> StateId | None:
+    def copy_state(self, state: StateId) -> StateId | None:
         self._copy(state)
         return self._copied
 
@@ -299,7 +299,7 @@ class SimulatedWorker:
         *,
         place: int,
         plan_hash: str,
-        snapshot: StateId | None = None,
+        copy_as: StateId | None = None,
         kept: KeptStates = ALL_STATES,
         pixels: Sequence[Any] = (),
     ) -> Deferred:
@@ -339,8 +339,8 @@ class SimulatedWorker:
                 self._end(result, error=error)
                 return
             report = self._updated(batch, total=generation.totals[key], began_s=began_s, own_s=usual_s)
-            if snapshot is not None:
-                self._copy(snapshot)
+            if copy_as is not None:
+                self._copy(copy_as)
             self._waits = False
             self._later(lambda: self._end(result, replace(report, copied=self._copied)), 0.01)
 

@@ -14,7 +14,7 @@ from rayfcp.cluster.checkpoints.folder import (
 from rayfcp.cluster.checkpoints.resuming import Resume
 from rayfcp.cluster.errors import RunAbortedError
 from rayfcp.cluster.recovery.replication import Replication
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.runtime import CallError, Task, TaskFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config
@@ -52,7 +52,7 @@ class _Pending:
 class Saver:
     """Saves every `checkpoint.every_steps` steps in the background, and once at the end.
 
-    Devices copy their state to shared memory and go on; the snapshot store of each node writes these copies, which stay
+    Devices copy their state to shared memory and go on; the copy store of each node writes these copies, which stay
     until it has, whatever happens to the devices. The checkpoint is committed once all parts are on disk. While a write
     is under way no other begins; one that fails is logged, counted and dropped. `saved_step`: step of the newest
     checkpoint, 0 without one.
@@ -68,7 +68,7 @@ class Saver:
         resume: Resume,
         replication: Replication,
         worker_group: WorkerGroup,
-        stores: SnapshotStores,
+        stores: CopyStores,
         metrics: MetricsExporter,
         log: Callable[[str], None],
     ) -> None:
@@ -194,7 +194,7 @@ class Saver:
                 pending.problem = " ".join(str(error).split())
                 pending.may_retry = isinstance(error.cause, CopyMissingError)
             except CallError as error:
-                pending.problem = f"the snapshot store on {node[:8]} is lost: {' '.join(str(error).split())}"
+                pending.problem = f"the copy store on {node[:8]} is lost: {' '.join(str(error).split())}"
                 pending.may_retry = True
                 self._stores.replace(node, members=self._workers.all)
         if not writes and pending.commit is None:

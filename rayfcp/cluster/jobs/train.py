@@ -111,7 +111,7 @@ class TrainJob:
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """Call all devices; return references of their reports."""
         workers, cluster = self._workers.workers, self._workers.cluster
-        snapshot, kept = self._state.order(step)
+        copy_as, kept = self._state.order(step)
         refs: list[object] = []
         for number, worker in enumerate(workers):
             place = number // cluster.tensor_parallel
@@ -121,7 +121,7 @@ class TrainJob:
                     planned.batch_ref,
                     place=place,
                     plan_hash=planned.record.plan_hash,
-                    snapshot=snapshot,
+                    copy_as=copy_as,
                     kept=kept,
                     pixels=planned.pixels[place : place + 1],
                 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayfcp.cluster.recovery.intervals import CopyIntervals
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.runtime import CallError, TaskFailedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config
@@ -53,7 +53,7 @@ class Replication:
         config: Config,
         worker_group: WorkerGroup,
         *,
-        stores: SnapshotStores,
+        stores: CopyStores,
         version: int,
         metrics: MetricsExporter,
         log: Callable[[str], None],
@@ -100,7 +100,7 @@ class Replication:
         """Make all devices copy the current state, after `version` steps, unless they have."""
         state = StateId(version=version, generation=self.states.generation)
         if self.states.here != state:
-            copied = self._workers.call(lambda _, worker: worker.take_snapshot.remote(state))
+            copied = self._workers.call(lambda _, worker: worker.copy_state.remote(state))
             self.states = self.states.after(dict(zip(self._workers.ids, copied, strict=True)))
             self._taken = version
 
@@ -159,7 +159,7 @@ class Replication:
         copied = {id: report.copied for id, report in zip(self._workers.ids, devices, strict=True)}
         self.states = self.states.after(copied)
         if self.is_on:
-            copy_s = max(each.snapshot_s for each in devices)
+            copy_s = max(each.copy_s for each in devices)
             self.intervals.after_step(num_devices=len(devices), step_s=step_s, copy_s=copy_s)
             self._proceed()
 
@@ -194,7 +194,7 @@ class Replication:
                 return  # nothing newer is copied: there was no memory for it
 
     def _renew_stores(self) -> bool:
-        """Replace lost snapshot stores, on nodes with living workers; return True if there were any.
+        """Replace lost copy stores, on nodes with living workers; return True if there were any.
 
         Raises:
             GroupFailedError: a device is gone.
@@ -221,7 +221,7 @@ class Replication:
         try:
             pushes = self._stores.push(state, self._numbers())
         except CallError as error:
-            logger.warning("a snapshot store cannot be opened: %s", error)
+            logger.warning("a copy store cannot be opened: %s", error)
             self._sending.is_failed, pushes = True, None
         if pushes is not None:
             self._sending.refs, self._sending.seconds = pushes, []

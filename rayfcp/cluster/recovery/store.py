@@ -1,4 +1,4 @@
-"""The snapshot store of a node: an actor that gives copies of shards to those who need them, sends them to another
+"""The copy store of a node: an actor that gives copies of shards to those who need them, sends them to another
 node, and writes them to checkpoints. The copies are files in shared memory: they outlive it.
 
 Loads neither torch nor the model library, so that it starts quickly and needs little memory.
@@ -33,7 +33,7 @@ class StoreFacts:
     peer: Peer
 
 
-class SnapshotStore:
+class CopyStore:
     """Actor of one node. Thread-safe.
 
     Args:

@@ -1,4 +1,4 @@
-"""The snapshot stores of a run: one actor per node, which sends the copies of its node to the next one in a ring, and
+"""The copy stores of a run: one actor per node, which sends the copies of its node to the next one in a ring, and
 writes them to checkpoints."""
 
 import logging
@@ -25,7 +25,7 @@ LOOK_S = 0.2
 """Between two looks at their answers."""
 
 END_S = 5.0
-"""Time for snapshot stores to kill processes before they are ended."""
+"""Time for copy stores to kill processes before they are ended."""
 
 
 def ring(nodes: Iterable[str]) -> dict[str, str]:
@@ -38,8 +38,8 @@ def ring(nodes: Iterable[str]) -> dict[str, str]:
     return dict(zip(order, [*order[1:], *order[:1]], strict=True))
 
 
-class SnapshotStores:
-    """The snapshot stores of a run, by node in `stores`. No process owns them; they are kept alive until ended.
+class CopyStores:
+    """The copy stores of a run, by node in `stores`. No process owns them; they are kept alive until ended.
 
     Args:
         history: tells which copies belong to the run.
@@ -142,7 +142,7 @@ class SnapshotStores:
                 self._start([node])
                 asked[self.stores[node].shard_copies.remote()] = (node, self.stores[node])
         for node in sorted(silent & self.stores.keys()):
-            logger.warning("the snapshot store on %s does not answer", node)
+            logger.warning("the copy store on %s does not answer", node)
             self.forget(node)
         state = newest(copies, up_to=up_to, belongs=self.history.has)
         self.history.see(state.generation)

@@ -43,7 +43,7 @@ class NoAnswerError(CallError):
 
 
 class Role(StrEnum):
-    """Kinds of actors. Workers and snapshot stores outlive the controller that started them."""
+    """Kinds of actors. Workers and copy stores outlive the controller that started them."""
 
     CONTROLLER = "controller"
     WORKER = "worker"

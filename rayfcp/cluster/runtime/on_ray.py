@@ -51,7 +51,7 @@ call of `ray.wait` takes time in proportion to the references, so that one call 
 _ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
     Role.CONTROLLER: ("jobs.controller", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
     Role.WORKER: ("workers.worker", "DeviceWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
-    Role.STORE: ("recovery.store", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 6}),
+    Role.STORE: ("recovery.store", "CopyStore", {"num_cpus": 0, "max_concurrency": 6}),
     Role.PLANNER: ("actors.planner", "Planner", {"num_cpus": 1}),
     Role.BATCH_PLANNER: ("actors.planner", "BatchPlanner", {"num_cpus": 1}),
     Role.DECODER: (
@@ -74,7 +74,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 class RayRuntime:
     """The cluster that this process is connected to. `worker`, `store`: classes of these actors, `DeviceWorker` and
-    `SnapshotStore` if None."""
+    `CopyStore` if None."""
 
     def __init__(self, worker: type | None = None, store: type | None = None) -> None:
         self._given = {Role.WORKER: worker, Role.STORE: store}

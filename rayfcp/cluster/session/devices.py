@@ -8,7 +8,7 @@ from rayfcp.cluster.dataset import ModelData
 from rayfcp.cluster.facts.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.facts.devices import with_stages
 from rayfcp.cluster.facts.nodes import NodeWatch
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.session.losses import LossRecord
 from rayfcp.cluster.workers.calls import GroupFailedError
@@ -40,7 +40,7 @@ class Devices:
         *,
         start: WorkerStart,
         workers: WorkerGroup,
-        stores: SnapshotStores,
+        stores: CopyStores,
         nodes: NodeWatch,
         losses: LossRecord,
         log: Callable[[str], None],
@@ -168,7 +168,7 @@ class Devices:
         )
 
     def end(self) -> None:
-        """End all workers and snapshot stores."""
+        """End all workers and copy stores."""
         for end in (self._pending.end, self._nodes.end, self.workers.end, self.stores.end):
             try:
                 end()

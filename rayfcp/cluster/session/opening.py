@@ -11,7 +11,7 @@ from rayfcp.cluster.errors import CapacityError, RunAbortedError, StoppedError
 from rayfcp.cluster.facts.devices import Member
 from rayfcp.cluster.facts.nodes import NodeWatch
 from rayfcp.cluster.recovery.history import History
-from rayfcp.cluster.recovery.stores import SnapshotStores, copies_name
+from rayfcp.cluster.recovery.stores import CopyStores, copies_name
 from rayfcp.cluster.runtime import Flag, Runtime
 from rayfcp.cluster.runtime.lifetime import run_key
 from rayfcp.cluster.session.devices import Devices
@@ -43,7 +43,7 @@ class Opening:
     announce: Callable[[str], None]
 
     def devices(self) -> Devices:
-        """Adopt the workers and snapshot stores of a lost controller, or start workers."""
+        """Adopt the workers and copy stores of a lost controller, or start workers."""
         config, runtime, key = self.config, self.runtime, run_key(self.config)
         history = History(Path(config.run_dir))
         start = WorkerStart(
@@ -59,9 +59,7 @@ class Opening:
         with ExitStack() as undo:
             nodes = NodeWatch(runtime, every_s=config.elastic.look_every_s)
             undo.callback(nodes.end)
-            stores = SnapshotStores(
-                config, runtime=runtime, run_key=key, history=history, nodes=nodes, adopted=left_stores
-            )
+            stores = CopyStores(config, runtime=runtime, run_key=key, history=history, nodes=nodes, adopted=left_stores)
             undo.callback(stores.end)
             if members:
                 self.announce(f"adopting {len(members)} workers of a lost controller")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rayfcp.cluster.checkpoints.resuming import Resume, Weights
 from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.recovery.replication import Replication
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import CopyStores
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.elastic.facts import Failure
 from rayfcp.elastic.recoverable import RecoverableState
@@ -20,7 +20,7 @@ class State:
     """State of a run, at a version (steps applied). This one is only read: every generation loads the same weights, and
     losses cost nothing. Methods that call all devices raise `GroupFailedError`."""
 
-    def __init__(self, workers: WorkerGroup, stores: SnapshotStores, *, weights: Weights) -> None:
+    def __init__(self, workers: WorkerGroup, stores: CopyStores, *, weights: Weights) -> None:
         self._workers, self._stores, self._weights = workers, stores, weights
 
     @property
@@ -67,7 +67,7 @@ class TrainedState(State):
     def __init__(
         self,
         workers: WorkerGroup,
-        stores: SnapshotStores,
+        stores: CopyStores,
         *,
         resume: Resume,
         replication: Replication,
@@ -87,7 +87,7 @@ class TrainedState(State):
     def after_step(self, step: int, devices: Sequence[DeviceReport], *, step_s: float) -> None:
         """Take note of the copies that devices made, send those that are due, and write a checkpoint if one is due."""
         self.replication.after_step(devices, step_s=step_s)
-        copied_s = max(each.snapshot_s for each in devices)
+        copied_s = max(each.copy_s for each in devices)
         self._metrics.set("snapshot_seconds", copied_s + self.replication.intervals.send_s)
         self.saver.after_step(step)
 
@@ -142,4 +142,4 @@ class TrainedState(State):
 def load_copies(workers: WorkerGroup, found: RecoverableState) -> None:
     """Make all devices load a state from copies."""
     sources = workers.runtime.put(found.copies)
-    workers.call(lambda _, worker: worker.fill.remote(sources))
+    workers.call(lambda _, worker: worker.load_copies.remote(sources))

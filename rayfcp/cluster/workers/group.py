@@ -15,7 +15,7 @@ from rayfcp.values import ClusterSpec
 from rayfcp.values.devices import DEVICES
 
 ANSWER_S = 5.0
-"""Time for workers and snapshot stores to answer calls for which they have threads of their own."""
+"""Time for workers and copy stores to answer calls for which they have threads of their own."""
 
 
 class WorkerGroup:

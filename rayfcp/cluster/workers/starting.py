@@ -22,7 +22,7 @@ MORE_WORKERS_WAIT_S = 2.0
 """Time that a start with enough workers waits for one more."""
 
 REMOVE_S = 5.0
-"""Time for snapshot stores to remove copies before they are ended."""
+"""Time for copy stores to remove copies before they are ended."""
 
 STANDBY_SHARE = 0.1
 """Of an accelerator that a standby process holds, so that Ray lets it see the device of its worker, which has the
@@ -386,7 +386,7 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
     for id, ref in opened.items():
         found = answer(ref)
         if found is None or found.node_id in by_node:
-            end(stores[id], what=f"snapshot store {id}")
+            end(stores[id], what=f"copy store {id}")
         else:
             by_node[found.node_id] = stores[id]
     _release_all(runtime, run_key, held={runtime.key(member.group) for member in members})
@@ -394,7 +394,7 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
 
 
 def end_leftovers(runtime: Runtime, run_key: str) -> None:
-    """End all workers and snapshot stores of a run without controller, with the copies of its state, and withdraw its
+    """End all workers and copy stores of a run without controller, with the copies of its state, and withdraw its
     request to the autoscaler."""
     for handle in _workers(runtime, run_key).values():
         runtime.end(handle)
@@ -404,7 +404,7 @@ def end_leftovers(runtime: Runtime, run_key: str) -> None:
 
 
 def end_stores(runtime: Runtime, stores: Iterable[Any]) -> None:
-    """End snapshot stores at the end of a run, after they have removed the copies of its state."""
+    """End copy stores at the end of a run, after they have removed the copies of its state."""
     handles = list(stores)
     runtime.wait_all([store.remove_copies.remote() for store in handles], timeout_s=REMOVE_S)
     for handle in handles:

@@ -248,14 +248,14 @@ class DeviceWorker:
         """Leave the generation, as all its devices do."""
         self._engine.leave()
 
-    def fill(self, sources: Sequence[ShardCopy]) -> None:
+    def load_copies(self, sources: Sequence[ShardCopy]) -> None:
         """Restore a state from copies: those on this node first, then in the order given.
 
         Raises:
             ValueError: something is missing, duplicated, or of another model.
             CollectiveFailedError: a copy is gone from where it was, or its node cannot be reached.
         """
-        from rayfcp.execute.state import snapshots
+        from rayfcp.execute.state import copying
 
         assert self._facts is not None, "the device is open"
         node_id, patience_s = self._facts.node_id, self._config.elastic.hang_min_s
@@ -267,11 +267,11 @@ class DeviceWorker:
             return lambda wanted, into: read_copy(copy, wanted=wanted, into=into, patience_s=patience_s)
 
         own_first = sorted(sources, key=lambda each: each.node_id != node_id)
-        self._engine.fill([snapshots.Source(header=each.header, read=read_of(each)) for each in own_first])
+        self._engine.load_copies([copying.Source(header=each.header, read=read_of(each)) for each in own_first])
 
-    def take_snapshot(self, state: StateId) -> StateId | None:
+    def copy_state(self, state: StateId) -> StateId | None:
         """Copy the current state; return the newest state with a complete copy."""
-        return self._engine.take_snapshot(state)
+        return self._engine.copy_state(state)
 
     @copies
     def drop_copies(self, up_to: int) -> None:
@@ -309,11 +309,11 @@ class DeviceWorker:
         *,
         place: int,
         plan_hash: str,
-        snapshot: StateId | None = None,
+        copy_as: StateId | None = None,
         kept: KeptStates = ALL_STATES,
         pixels: Sequence[Any] = (),
     ) -> DeviceReport:
-        """Run a step, program `place` of those of all stages and ranks; copy the state after it as `snapshot`, if that
+        """Run a step, program `place` of those of all stages and ranks; copy the state after it as `copy_as`, if that
         is named, and drop copies of states that are not `kept`. `pixels`: a reference of the images that it encodes, in
         a sequence, so that a lost one is no failure of the step.
 
@@ -332,7 +332,7 @@ class DeviceWorker:
                     batch,
                     plan_hash=plan_hash,
                     scores=scores,
-                    snapshot=snapshot,
+                    copy_as=copy_as,
                     kept=kept,
                     decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
                 )

@@ -165,13 +165,13 @@ class Recorder:
 
 def test_a_logger_that_fails_is_said_once_and_others_go_on(tmp_path: Path) -> None:
     said: list[str] = []
-    broken, snapshot_stores = Broken(), Recorder()
-    own = {"mlflow": broken, "wandb": snapshot_stores}
+    broken, copy_stores = Broken(), Recorder()
+    own = {"mlflow": broken, "wandb": copy_stores}
     loggers = Loggers(own, about(tmp_path), log=said.append, open_one=lambda name, _: own[name])
     for step in STEPS:
         loggers.put(step)
     loggers.close()
-    assert broken.seen == [1, 2] and snapshot_stores.seen == [1, 2, 3] and snapshot_stores.closed
+    assert broken.seen == [1, 2] and copy_stores.seen == [1, 2, 3] and copy_stores.closed
     assert said == ["logger mlflow failed and is disabled: OSError: the server is gone"]
 
 

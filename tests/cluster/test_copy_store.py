@@ -1,4 +1,4 @@
-"""Snapshot stores as actors: they give and send the copies of their node, which outlive them."""
+"""Copy stores as actors: they give and send the copies of their node, which outlive them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ import ray
 
 from rayfcp.cluster.recovery.history import History
 from rayfcp.cluster.recovery.store import born
-from rayfcp.cluster.recovery.stores import SnapshotStores, ring
+from rayfcp.cluster.recovery.stores import CopyStores, ring
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import CollectiveFailedError
@@ -29,28 +29,26 @@ WHOLE = [("weight", "parameter", Box(offsets=(0,), sizes=(2500,)))]
 
 
 @pytest.fixture(scope="module")
-def started(
-    tmp_path_factory: pytest.TempPathFactory, ray_cluster: None
-) -> Iterator[tuple[WorkerGroup, SnapshotStores]]:
+def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iterator[tuple[WorkerGroup, CopyStores]]:
     config = light_config(tmp_path_factory.mktemp("kept"), name="kept", num_workers=1)
     with free_cpus_again():
         start = light_start(config, run_key="kept")
         worker_group = WorkerGroup(start, start.open_all())
-        snapshot_stores = light_stores(config, run_key="kept")
-        yield worker_group, snapshot_stores
+        copy_stores = light_stores(config, run_key="kept")
+        yield worker_group, copy_stores
         folder = ray.get(worker_group.workers[0].folder.remote())
         worker_group.end()
-        snapshot_stores.end()
+        copy_stores.end()
         assert not Path(folder).exists()
 
 
 @pytest.fixture
-def kept(started: tuple[WorkerGroup, SnapshotStores]) -> tuple[object, SnapshotStores]:
-    """The one worker and the snapshot store of its node, both without copies."""
-    worker_group, snapshot_stores = started
+def kept(started: tuple[WorkerGroup, CopyStores]) -> tuple[object, CopyStores]:
+    """The one worker and the copy store of its node, both without copies."""
+    worker_group, copy_stores = started
     ray.get(worker_group.workers[0].drop_copies.remote(99))
-    snapshot_stores.assign(worker_group.members)
-    return worker_group.workers[0], snapshot_stores
+    copy_stores.assign(worker_group.members)
+    return worker_group.workers[0], copy_stores
 
 
 def read(copy: ShardCopy) -> np.ndarray:
@@ -75,13 +73,13 @@ def test_it_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_copies_outlive_the_worker_and_the_store(kept: tuple[object, SnapshotStores]) -> None:
-    worker, snapshot_stores = kept
+def test_copies_outlive_the_worker_and_the_store(kept: tuple[object, CopyStores]) -> None:
+    worker, copy_stores = kept
     header = shard(7)
     ray.get(worker.keep.remote(header, bytes_of(header)))
-    (node,) = snapshot_stores.stores
-    ray.kill(snapshot_stores.stores[node])
-    found = snapshot_stores.newest_state([], up_to=9)
+    (node,) = copy_stores.stores
+    ray.kill(copy_stores.stores[node])
+    found = copy_stores.newest_state([], up_to=9)
     (copy,) = found.copies
     assert copy.header == header and copy.node_id == node, "a new store was started on the node"
     (by_worker,) = ray.get(worker.shard_copies.remote())
@@ -90,12 +88,12 @@ def test_copies_outlive_the_worker_and_the_store(kept: tuple[object, SnapshotSto
         np.testing.assert_array_equal(read(each), bytes_of(header))
 
 
-def test_states_that_are_not_needed_go(kept: tuple[object, SnapshotStores]) -> None:
+def test_states_that_are_not_needed_go(kept: tuple[object, CopyStores]) -> None:
     """But not those of living writers, which drop them themselves."""
-    worker, snapshot_stores = kept
+    worker, copy_stores = kept
     for version in range(1, 4):
         ray.get(worker.keep.remote(shard(version), bytes_of(shard(version))))
-    (store,) = snapshot_stores.stores.values()
+    (store,) = copy_stores.stores.values()
     ray.get(store.drop.remote(KeptStates(since=StateId(version=3, generation=0))))
     assert [each.header.state.version for each in ray.get(store.shard_copies.remote())] == [1, 2, 3]
     assert ray.get(store.beat.remote()) >= 3 * 2500
@@ -103,39 +101,39 @@ def test_states_that_are_not_needed_go(kept: tuple[object, SnapshotStores]) -> N
     assert ray.get(store.shard_copies.remote()) == ()
 
 
-def test_a_copy_whose_store_is_dead_is_not_read(kept: tuple[object, SnapshotStores]) -> None:
-    worker, snapshot_stores = kept
+def test_a_copy_whose_store_is_dead_is_not_read(kept: tuple[object, CopyStores]) -> None:
+    worker, copy_stores = kept
     ray.get(worker.keep.remote(shard(8), bytes_of(shard(8))))
-    (store,) = snapshot_stores.stores.values()
+    (store,) = copy_stores.stores.values()
     (copy,) = ray.get(store.shard_copies.remote())
     ray.kill(store)
     until(lambda: not lives_at(copy))
     with pytest.raises(CollectiveFailedError, match="a copy could not be read: the connection to") as caught:
         read(copy)
     assert "\n" not in str(caught.value)
-    snapshot_stores.end_lost()
+    copy_stores.end_lost()
 
 
 def test_a_store_that_is_stopped_is_lost(
-    started: tuple[WorkerGroup, SnapshotStores], kept: tuple[object, SnapshotStores], monkeypatch: pytest.MonkeyPatch
+    started: tuple[WorkerGroup, CopyStores], kept: tuple[object, CopyStores], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayfcp.cluster.recovery.stores.ANSWER_S", 0.5)
-    worker_group, snapshot_stores = started
-    (node, store), *_ = snapshot_stores.stores.items()
+    worker_group, copy_stores = started
+    (node, store), *_ = copy_stores.stores.items()
     pid = ray.get(store.pid.remote())
     os.kill(pid, signal.SIGSTOP)
-    assert snapshot_stores.end_lost()
-    assert snapshot_stores.stores == {}
-    snapshot_stores.assign(worker_group.members)
-    assert ray.get(snapshot_stores.stores[node].open.remote()).node_id == node
+    assert copy_stores.end_lost()
+    assert copy_stores.stores == {}
+    copy_stores.assign(worker_group.members)
+    assert ray.get(copy_stores.stores[node].open.remote()).node_id == node
     os.kill(pid, signal.SIGCONT)
     until(lambda: not lives(pid))
 
 
-def test_only_watched_processes_are_killed(kept: tuple[object, SnapshotStores]) -> None:
+def test_only_watched_processes_are_killed(kept: tuple[object, CopyStores]) -> None:
     """Also one that is stopped. The wait reaps it: a zombie counts as gone."""
-    _, snapshot_stores = kept
-    (store,) = snapshot_stores.stores.values()
+    _, copy_stores = kept
+    (store,) = copy_stores.stores.values()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with pytest.raises(ValueError, match=f"process {process.pid} is not watched"):
         ray.get(store.kill.remote(process.pid))

@@ -100,7 +100,7 @@ class Source:
     read: Callable[[Sequence[Wanted], Sequence[Into]], None]
 
 
-class Snapshots:
+class Copier:
     """Copies a sharded module and its optimizer to a folder in shared memory, between two updates.
 
     On accelerators a copy is made during the next step, by a thread and on a stream of its own: straight into the file
@@ -305,7 +305,7 @@ class Snapshots:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequence[Source]) -> None:
+def load_copies(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequence[Source]) -> None:
     """Set parameters and optimizer state from copies of one state, made on any number of devices.
 
     Parts that several copies hold are taken from the first source: pass those of this process first. Optimizer state

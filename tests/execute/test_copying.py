@@ -24,9 +24,9 @@ from rayfcp.execute.devices import page_locks
 from rayfcp.execute.devices.page_locks import PageLocks
 from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.execute.state import snapshots as snapshot_module
+from rayfcp.execute.state import copying
 from rayfcp.execute.state.copies import MAX_SPARE, CopyFolder
-from rayfcp.execute.state.snapshots import Snapshots, Source, fill
+from rayfcp.execute.state.copying import Copier, Source, load_copies
 from rayfcp.values.state import Box, KeptStates, ShardEntry, ShardHeader, StateId
 from tests.examples import examples
 from tests.execute.copying import pieces
@@ -59,7 +59,7 @@ def make(*, seed: int, steps: int, dtype: torch.dtype = torch.float32) -> tuple[
 def taken(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, copies: CopyFolder, state: StateId = STATE
 ) -> ShardHeader:
-    made = Snapshots(module, optimizer, position=PLACE, copies=copies)
+    made = Copier(module, optimizer, position=PLACE, copies=copies)
     made.take(state)
     made.settle()
     assert made.copied == state
@@ -109,7 +109,7 @@ def test_filled_from_any_cut_the_next_update_is_the_same(
     header = taken(*old, copies=copies)
     bounds = [0, *sorted(cuts), 7]
     parts = [rows_of(copies, header, number=1 + at, keep=pair) for at, pair in enumerate(pairwise(bounds))]
-    fill(*new, sources=[parts[-1], *parts])
+    load_copies(*new, sources=[parts[-1], *parts])
     assert_same(old, new)
     for module, optimizer in (old, new):
         module(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
@@ -126,7 +126,7 @@ def test_a_copy_is_of_its_moment(folders: Iterator[CopyFolder]) -> None:
     module(torch.ones(2, 5)).square().sum().backward()
     optimizer.step()
     assert not torch.equal(before[0], next(module.parameters()))
-    fill(module, optimizer, sources=[source(copies, header)])
+    load_copies(module, optimizer, sources=[source(copies, header)])
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
@@ -138,17 +138,17 @@ def test_copies_that_do_not_make_a_state_are_refused(folders: Iterator[CopyFolde
     with pytest.raises(
         ValueError, match=r"parameter of 0\.weight .* has 35 elements, copies give 20; give those of all"
     ):
-        fill(*new, sources=[low])
+        load_copies(*new, sources=[low])
     with pytest.raises(ValueError, match="has 35 elements, copies give 40"):
-        fill(*new, sources=[low, rows_of(copies, header, number=3, keep=(3, 7))])
+        load_copies(*new, sources=[low, rows_of(copies, header, number=3, keep=(3, 7))])
     other = replace(high, header=replace(high.header, state=StateId(version=3, generation=2)))
     with pytest.raises(ValueError, match="copies are of 2 states"):
-        fill(*new, sources=[low, other])
+        load_copies(*new, sources=[low, other])
     other = replace(high, header=replace(high.header, scalars={"step": 2.0}))
     with pytest.raises(ValueError, match="must have the same"):
-        fill(*new, sources=[low, other])
+        load_copies(*new, sources=[low, other])
     with pytest.raises(ValueError, match=r"has elements of 8 bytes, copies have \[4\]"):
-        fill(*make(seed=0, steps=0, dtype=torch.float64), sources=[low, high])
+        load_copies(*make(seed=0, steps=0, dtype=torch.float64), sources=[low, high])
 
 
 def test_numbers_that_differ_between_parameters_are_refused(folders: Iterator[CopyFolder]) -> None:
@@ -164,7 +164,7 @@ def test_a_copy_that_is_gone_when_it_is_read_is_a_failed_exchange(folders: Itera
     header = taken(module, optimizer, copies=copies)
     copies.drop_generations(STATE.generation)
     with pytest.raises(CollectiveFailedError, match="no copy of device 0 at version 3, generation 1"):
-        fill(module, optimizer, sources=[source(copies, header)])
+        load_copies(module, optimizer, sources=[source(copies, header)])
 
 
 class Event:
@@ -198,8 +198,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
     allocate = partial(np.empty, dtype=np.uint8)
     found.backend = SimpleNamespace(streams=found, allocate_host=allocate, page_locks=None)
-    monkeypatch.setattr(snapshot_module, "backend_of", lambda _: found.backend)
-    monkeypatch.setattr(snapshot_module, "BOUNCE_BYTES", 24)
+    monkeypatch.setattr(copying, "backend_of", lambda _: found.backend)
+    monkeypatch.setattr(copying, "BOUNCE_BYTES", 24)
     return found
 
 
@@ -211,7 +211,7 @@ def test_a_thread_copies_what_the_host_would(
         model, copies = make(seed=0, steps=2, dtype=dtype), next(folders)
         taken(*model, copies=copies)
         with monkeypatch.context() as patch:
-            patch.setattr(snapshot_module, "backend_of", lambda _: SimpleNamespace(streams=None))
+            patch.setattr(copying, "backend_of", lambda _: SimpleNamespace(streams=None))
             taken(*model, copies=copies, state=replace(STATE, version=4))
         one, other = copies.headers()
         wanted = [(entry.name, entry.kind, entry.box) for entry in one.entries]
@@ -219,7 +219,7 @@ def test_a_thread_copies_what_the_host_would(
         for a, b in zip(*(pieces(copies, each, wanted=wanted) for each in (one, other)), strict=True):
             np.testing.assert_array_equal(a, b)
         other_model = make(seed=1, steps=0, dtype=dtype)
-        fill(*other_model, sources=[source(copies, one)])
+        load_copies(*other_model, sources=[source(copies, one)])
         assert_same(model, other_model)
     assert {each.rpartition("_")[0] for each in streams.threads} == {"snapshots"}
 
@@ -254,7 +254,7 @@ def test_the_device_copies_straight_into_files_that_are_registered(
         until(lambda: sum(stop - start for start, stop in runtime.ranges.items()) >= copies.num_bytes)
     other = nn.Sequential(nn.Linear(130, 70), nn.Linear(3, 3)).to(dtype)
     (header,) = copies.headers()
-    fill(other, torch.optim.AdamW(other.parameters()), sources=[source(copies, header)])
+    load_copies(other, torch.optim.AdamW(other.parameters()), sources=[source(copies, header)])
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
     copies.close()
     assert not runtime.ranges
@@ -266,12 +266,12 @@ def test_parts_of_tensors_take_their_bytes_in_order(is_host: bool, dtype: torch.
     """Rows, columns, a scalar; nothing beside them changes."""
     with nullcontext() if not is_host else pytest.MonkeyPatch.context() as patch:
         if patch is not None:
-            patch.setattr(snapshot_module, "backend_of", lambda _: SimpleNamespace(streams=None))
+            patch.setattr(copying, "backend_of", lambda _: SimpleNamespace(streams=None))
         for part in (np.s_[:], np.s_[2:5], np.s_[:, 3:], np.s_[1:7:2, :3], np.s_[4, 2]):
             whole = torch.zeros(8, 5, dtype=dtype)
             wanted = torch.arange(whole[part].numel()).add(1).to(dtype).reshape(whole[part].shape)
             data = wanted.reshape(-1).view(torch.uint8).numpy()
-            for buffer in snapshot_module._host_memory(whole[part]):
+            for buffer in copying._host_memory(whole[part]):
                 buffer[:], data = data[: len(buffer)], data[len(buffer) :]
             assert len(data) == 0 and torch.equal(whole[part], wanted)
             assert whole.count_nonzero() == wanted.numel()
@@ -280,7 +280,7 @@ def test_parts_of_tensors_take_their_bytes_in_order(is_host: bool, dtype: torch.
 def test_a_copy_is_there_only_once_the_thread_has_made_it(streams: Streams, folders: Iterator[CopyFolder]) -> None:
     """Also without anybody who waits for it."""
     copies = next(folders)
-    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    made = Copier(*make(seed=0, steps=1), position=PLACE, copies=copies)
     streams.may_copy.clear()
     made.take(STATE)
     assert not copies.headers() and made.copied is None
@@ -295,7 +295,7 @@ def test_states_in_quick_succession_are_all_copied_in_little_memory(
 ) -> None:
     """Whoever waits and the thread publish in turn, neither for ever."""
     copies, model = next(folders), make(seed=0, steps=1)
-    made = Snapshots(*model, position=PLACE, copies=copies)
+    made = Copier(*model, position=PLACE, copies=copies)
     for version in range(200):
         state = StateId(version=version, generation=0)
         copies.drop(KeptStates(since=StateId(version=version - 1, generation=0)))
@@ -312,7 +312,7 @@ def test_a_copy_whose_device_was_stopped_is_lost_and_its_memory_used_again(
     streams: Streams, folders: Iterator[CopyFolder]
 ) -> None:
     copies = next(folders)
-    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    made = Copier(*make(seed=0, steps=1), position=PLACE, copies=copies)
     for version in range(4):
         streams.is_broken = version % 2 == 0
         made.take(StateId(version=version, generation=0))
@@ -328,7 +328,7 @@ def test_a_copy_whose_device_was_stopped_is_lost_and_its_memory_used_again(
 
 def test_a_copy_whose_folder_was_removed_meanwhile_is_none(streams: Streams, folders: Iterator[CopyFolder]) -> None:
     copies = next(folders)
-    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    made = Copier(*make(seed=0, steps=1), position=PLACE, copies=copies)
     streams.may_copy.clear()
     made.take(STATE)
     copies.remove()
@@ -344,7 +344,7 @@ def test_without_memory_there_is_no_copy_and_a_line_in_the_log(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     copies = next(folders)
-    made = Snapshots(*make(seed=0, steps=1), position=PLACE, copies=copies)
+    made = Copier(*make(seed=0, steps=1), position=PLACE, copies=copies)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         made.take(STATE)
@@ -360,4 +360,4 @@ def test_a_device_that_holds_nothing_of_what_is_trained(folders: Iterator[CopyFo
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     header = taken(module, optimizer, copies=copies)
     assert (header.entries, header.num_bytes) == ((), 0)
-    fill(module, optimizer, sources=[source(copies, header)])
+    load_copies(module, optimizer, sources=[source(copies, header)])
