@@ -264,9 +264,8 @@ class RankEngine:
             numbers, update_s = self._update(batch, done.loss_sum, pairs=pairs)
             if copy_as is not None:
                 generation.copier.take(copy_as)
-            report = self._report(
-                batch.step, numbers, done=done.read(), update_s=update_s, start_s=start_s, broken=broken
-            )
+            more: dict[str, Any] = {"update_s": update_s, "start_s": start_s, "broken": broken}
+            report = self._report(batch.step, numbers, done=done.read(), **more)
             return report if pairs is None else self._with_pairs(report, pairs)
 
     def _batch_loss(self, batch: GlobalBatch, pairs: _Pairs | None) -> BatchLoss:

@@ -115,15 +115,15 @@ class DiesTwice(DeviceWorker):
     """One of two is killed while it computes the reference model's log-probabilities, and another one in a step."""
 
     def evaluate(self, programs: Programs, batch: GlobalBatch, *, place: int, **given: Any) -> BatchLosses:
-        self._die_once("evaluation", now=(batch.step, place) == (2, 1))
+        self._die_once("evaluation", now=(batch.step, place) == (2, 1), data=given["folder"])
         return super().evaluate(programs, batch, place=place, **given)
 
     def step(self, programs: Programs, batch: GlobalBatch, *, place: int, **given: Any) -> DeviceReport:
-        self._die_once("step", now=(batch.step, place) == (3, 0))
+        self._die_once("step", now=(batch.step, place) == (3, 0), data=self._data_dir)
         return super().step(programs, batch, place=place, **given)
 
-    def _die_once(self, name: str, *, now: bool) -> None:
-        mark = Path(self._data_dir).parent / f"killed in {name}"
+    def _die_once(self, name: str, *, now: bool, data: str) -> None:
+        mark = Path(data).parent / f"killed in {name}"
         if now and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)

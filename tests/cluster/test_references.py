@@ -169,7 +169,7 @@ def test_evaluation_sets_have_sums_of_what_is_evaluated(folder: Path) -> None:
     computed.of(config.changed(eval={"batches": 2}))
     assert {name: len(pairs) for name, pairs in computed.asked.items()}.get("eval.val") == PER_STEP
     folders = {each.run_dir for each in computed.configs}
-    assert {str(Path(each).parent) for each in folders} == {str(Path(config.run_dir) / ".reference")}
+    assert {str(Path(each).parent.parent) for each in folders} == {str(Path(config.run_dir) / ".reference")}
     assert len(folders) == len(computed.configs), "one each"
     assert not any(each.checkpoint for each in computed.wanted), "never of trained weights"
 

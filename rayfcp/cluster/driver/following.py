@@ -81,8 +81,8 @@ def own_folder(parent: Path) -> Iterator[Path]:
     `parent` at the same time."""
     parent.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="run-", dir=parent, ignore_cleanup_errors=True) as own:
-            yield Path(own)
+        with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as own:
+            yield Path(own) / "run"  # with files beside it
     finally:
         for each in (parent, parent.parent):
             with suppress(OSError):  # others use it, or a run has written there
