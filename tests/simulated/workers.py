@@ -124,7 +124,7 @@ class Meetings:
 class SimulatedWorker:
     """One device. Copies are held as by the real worker; the shard is a few integers instead of tensors."""
 
-    CONCURRENT = frozenset(["beat", "facts", "group", "abort", "headers", "pieces", "drop_copies"])
+    CONCURRENT = frozenset(["beat", "facts", "reservation", "abort", "headers", "pieces", "drop_copies"])
     HEARD = frozenset()
 
     def __init__(
@@ -167,7 +167,7 @@ class SimulatedWorker:
     def facts(self) -> DeviceFacts | None:
         return self._facts
 
-    def group(self) -> Any:
+    def reservation(self) -> Any:
         return self._reservation
 
     def abort(self) -> Deferred | None:

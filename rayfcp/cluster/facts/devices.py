@@ -43,11 +43,11 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An opened worker. `id` never changes; the reservation `group` holds its device."""
+    """An opened worker. `id` never changes; the `reservation` holds its device."""
 
     id: str
     handle: Any
-    group: Any
+    reservation: Any
     facts: DeviceFacts
 
 

@@ -57,7 +57,7 @@ class OrphanWatch:
     def __init__(self, orphan_s: float) -> None:
         self._called = False
         # Outside of Ray the question alone would start Ray, or look for a cluster that is gone.
-        self.group = get_current_placement_group() if ray.is_initialized() else None
+        self.reservation = get_current_placement_group() if ray.is_initialized() else None
         looks = threading.Thread(target=_look, args=[weakref.ref(self), orphan_s / TICKS], daemon=True)
         looks.name = "orphan watch"
         looks.start()
@@ -72,17 +72,17 @@ class OrphanWatch:
 
 
 def _look(held: "weakref.ref[OrphanWatch]", tick_s: float) -> None:
-    quiet, never, group = 0, threading.Event(), None
+    quiet, never, reservation = 0, threading.Event(), None
     while quiet < TICKS:
         never.wait(tick_s)
         watch = held()
         if watch is None:
             return
-        quiet, group = quiet + 1 if watch.is_quiet() else 0, watch.group
+        quiet, reservation = quiet + 1 if watch.is_quiet() else 0, watch.reservation
         del watch
-    if group is not None:
+    if reservation is not None:
         # Ray may be gone as well; waiting for it would never end.
-        release = threading.Thread(target=remove_placement_group, args=[group], daemon=True)
+        release = threading.Thread(target=remove_placement_group, args=[reservation], daemon=True)
         release.start()
         release.join(RELEASE_S)
     os._exit(1)

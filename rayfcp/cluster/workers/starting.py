@@ -39,12 +39,12 @@ class Launched:
 
     id: str
     handle: Any
-    group: Any
+    reservation: Any
     opening: Any
     requested_s: float
 
     def opened(self, facts: DeviceFacts) -> Member:
-        return Member(id=self.id, handle=self.handle, group=self.group, facts=facts)
+        return Member(id=self.id, handle=self.handle, reservation=self.reservation, facts=facts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,14 +98,14 @@ class WorkerStart:
         """Reserve one worker's device, granted once there is one; detached, and named after its run."""
         return self.runtime.reserve(self.resources, name=actor_name(self.run_key, DEVICE, id=self.runtime.new_id()))
 
-    def launch(self, group: Any = None) -> Launched:
+    def launch(self, reservation: Any = None) -> Launched:
         """Request a worker without waiting: in this reservation, granted or not; in a vacant one; or in a new one."""
-        if group is None:
-            group = self.vacant.pop(0) if self.vacant else self.reserve()
-        standby = self._standbys.pop(self.runtime.key(group), None)
-        id, handle = (standby.id, standby.handle) if standby is not None else self._start(WORKER, group)
+        if reservation is None:
+            reservation = self.vacant.pop(0) if self.vacant else self.reserve()
+        standby = self._standbys.pop(self.runtime.key(reservation), None)
+        id, handle = (standby.id, standby.handle) if standby is not None else self._start(WORKER, reservation)
         now_s = self.runtime.now_s()
-        return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
+        return Launched(id=id, handle=handle, reservation=reservation, opening=handle.open.remote(), requested_s=now_s)
 
     def replacements(self, *, all: bool) -> list[Launched]:
         """Launch workers in `all` vacant reservations, or in those where processes stand by."""
@@ -131,16 +131,16 @@ class WorkerStart:
                     self._end_standby(key)
         if len(self._standbys) >= most or any(each.warming is not None for each in self._standbys.values()):
             return
-        group = next(each.group for each in members if runtime.key(each.group) not in self._standbys)
-        id, handle = self._start(STANDBY, group)
-        self._standbys[runtime.key(group)] = Standby(id=id, handle=handle, warming=handle.warm.remote())
+        reservation = next(each.reservation for each in members if runtime.key(each.reservation) not in self._standbys)
+        id, handle = self._start(STANDBY, reservation)
+        self._standbys[runtime.key(reservation)] = Standby(id=id, handle=handle, warming=handle.warm.remote())
 
-    def _start(self, kind: str, group: Any) -> tuple[str, Any]:
+    def _start(self, kind: str, reservation: Any) -> tuple[str, Any]:
         """Start the process of a worker, or of one that stands by, in a reservation; return its id and handle."""
         id = self.runtime.new_id()
         name = actor_name(self.run_key, kind, id=id)
         spec = ActorSpec(
-            role=Role.WORKER, name=name, reservation=group, resources=self._shares[kind], nsight=self._nsight
+            role=Role.WORKER, name=name, reservation=reservation, resources=self._shares[kind], nsight=self._nsight
         )
         handle = self.runtime.start(
             spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id, copies=self._copies
@@ -169,13 +169,13 @@ class WorkerStart:
         """Kill a worker, started or not; give its device back, or keep it as vacant."""
         self._end_process(worker.id, worker.handle)
         if keep_device:
-            self.vacant.append(worker.group)
+            self.vacant.append(worker.reservation)
         else:
-            self._release(worker.group)
+            self._release(worker.reservation)
 
-    def _release(self, group: Any) -> None:
-        self._end_standby(self.runtime.key(group))
-        self.runtime.release(group)
+    def _release(self, reservation: Any) -> None:
+        self._end_standby(self.runtime.key(reservation))
+        self.runtime.release(reservation)
 
     def _end_standby(self, key: str) -> None:
         standby = self._standbys.pop(key, None)
@@ -331,7 +331,7 @@ class PendingWorkers:
         self._looked_s = now_s
         prefix = actor_name(self._start.run_key, DEVICE, id="")
         granted = self._runtime.reservations(prefix, granted=True).keys()
-        with_device = {each.id for each in self._pending if self._runtime.key(each.group) in granted}
+        with_device = {each.id for each in self._pending if self._runtime.key(each.reservation) in granted}
         late = [each for each in self._pending if each.id in with_device & self._with_device]
         self._with_device = with_device
         return late
@@ -371,15 +371,15 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
 
     aborts = {id: worker.abort.remote() for id, worker in workers.items()}
     answers = {
-        id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()
+        id: (worker.facts.remote(), worker.reservation.remote(), worker.idle.remote()) for id, worker in workers.items()
     }
     opened = {id: store.open.remote() for id, store in stores.items()}
     members = []
     for id, refs in answers.items():
-        facts, group, idle = map(answer, refs)
+        facts, reservation, idle = map(answer, refs)
         is_free = idle is not None and bool(runtime.wait([aborts[id]], timeout_s=max(0.0, end_s - runtime.now_s())))
-        if isinstance(facts, DeviceFacts) and group is not None and is_free:
-            members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
+        if isinstance(facts, DeviceFacts) and reservation is not None and is_free:
+            members.append(Member(id=id, handle=workers[id], reservation=reservation, facts=facts))
         else:
             end(workers[id], what=f"worker {id}")
     by_node: dict[str, Any] = {}
@@ -389,7 +389,7 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tupl
             end(stores[id], what=f"copy store {id}")
         else:
             by_node[found.node_id] = stores[id]
-    _release_all(runtime, run_key, held={runtime.key(member.group) for member in members})
+    _release_all(runtime, run_key, held={runtime.key(member.reservation) for member in members})
     return members, by_node
 
 

@@ -170,9 +170,9 @@ class DeviceWorker:
         return self._facts
 
     @control
-    def group(self) -> PlacementGroup | None:
+    def reservation(self) -> PlacementGroup | None:
         """The reservation of its device."""
-        return self._watch.group
+        return self._watch.reservation
 
     @control
     def abort(self) -> None:
