@@ -128,7 +128,7 @@ def test_few_copies_are_held_and_beats_tell_the_step(found: dict[int, list[dict[
             if "loss" in fact:
                 assert fact["copies"] <= 5 * 4, "of each process that lives three, and two that are not in use"
                 assert fact["beat"] == (fact["step"], False, True)
-                assert fact["snapshot_s"] > 0.0
+                assert fact["copy_s"] > 0.0
 
 
 def test_nothing_is_left_of_old_generations(found: dict[int, list[dict[str, Any]]]) -> None:
