@@ -1,9 +1,4 @@
-import importlib
 import itertools
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,22 +6,13 @@ import pytest
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.values import ClusterSpec
 from tests.cost.test_bound import best_plan_s
+from tests.plan import exact
 from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, profiled
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def exact() -> Iterator[ModuleType]:
-    """The script as a module of its own folder, so that its compiled kernels are found again."""
-    sys.path.insert(0, str(ROOT / "jobs" / "bench"))
-    yield importlib.import_module("exact")
-    sys.path.remove(str(ROOT / "jobs" / "bench"))
 
 
 @pytest.mark.parametrize("lengths", [(60, 50, 20, 7), (40, 40, 40), (80, 3, 2, 1), (5,)])
 @pytest.mark.parametrize("cost", [UNIT, UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02), RUN_AHEAD])
-def test_bounds_enclose_the_best_of_all_plans(exact: ModuleType, lengths: tuple[int, ...], cost: CostModel) -> None:
+def test_bounds_enclose_the_best_of_all_plans(lengths: tuple[int, ...], cost: CostModel) -> None:
     sequences = batch_of(lengths)
     for num_ranks, room in itertools.product((1, 3), (80, 100)):
         # groups of up to `ranks_per_node` are priced alike by both: none crosses nodes that it could avoid
@@ -38,7 +24,7 @@ def test_bounds_enclose_the_best_of_all_plans(exact: ModuleType, lengths: tuple[
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_plans_of_small_batches_are_within_two_percent_of_the_best(exact: ModuleType, seed: int) -> None:
+def test_plans_of_small_batches_are_within_two_percent_of_the_best(seed: int) -> None:
     lengths = np.sort(np.random.default_rng(seed).lognormal(8.0, 1.2, 9).astype(int).clip(100, 60_000))[::-1]
     cost = exact.within_layers(profiled(8, hardware="ascend-910c"))
     room = max(int(lengths.sum() / 8 / (1 + seed % 3)) + 1, -(-int(lengths[0]) // 8))
